@@ -1,0 +1,1 @@
+"""The floor that coordinator, workers and launch stand on: facts, messages, codec, channel. No torch here."""

@@ -1,0 +1,165 @@
+"""What the coordinator tells the workers: one frozen class a message, imperative names.
+
+Every command carries its place in one totally ordered log (the channel numbers the frames); a worker runs the log
+first in, first out. `RunTick` is the unit of work.
+"""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from .ids import ComputeType, Layout, RequestId
+from .kv import BundleTable, KvFormat
+from .model import ModelSpec
+from .placement.plan import Placement
+from .sampling import SamplingParameters
+
+
+class Command(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all commands."""
+
+
+class Welcome(Command, frozen=True):
+    """Answers a `Hello` that was accepted. The worker then waits for `LoadModel`."""
+
+
+class Refuse(Command, frozen=True):
+    """Answers a `Hello` that was not accepted; the worker prints the reason and ends with exit code 2."""
+
+    reason: str
+
+
+class LoadModel(Command, frozen=True):
+    """Map the files and read this rank's parts. Answered by `LoadProgress` and one `ModelLoaded`."""
+
+    spec: ModelSpec
+    placement: Placement
+    compute_type: ComputeType | None  # None: the faster on rank 0, measured, told to all by `ModelLoaded`
+    kv_format: KvFormat | None  # None: the compute type's own
+    context_tokens: int
+    kv_slots: tuple[int, ...]  # slots of each rank's arena
+    max_chunk_tokens: int
+
+
+class MeasureCosts(Command, frozen=True):
+    """Time layers of the model on made-up rows. Answered by `CostsMeasured` from every rank.
+
+    For each chunk length x (tokens) and cached depth L (tokens) the rank times its stage's layers, for `layout` as
+    asked; in the tensor layout all ranks run it together, collectives included.
+    """
+
+    layout: Layout
+    points: tuple[tuple[int, int], ...]  # (cached tokens L, chunk tokens x)
+
+
+class OpenRequest(Command, frozen=True):
+    """A request begins. `prompt` holds all its ids (for penalties); KV slots are all granted now."""
+
+    request: RequestId
+    prompt: tuple[int, ...]
+    layout: Layout  # of the prefill
+    table: BundleTable  # slots in that layout
+    sampling: SamplingParameters
+
+
+class Chunk(Struct, frozen=True):
+    """A run of prompt tokens that goes through the model together.
+
+    `start` is the position of the first. With `sample`, the last row's logits choose the request's first token.
+    With `targets`, the row at each position i scores the token `targets[i]` (-1: none) for perplexity.
+    With `logits`, all rows' logits are reported.
+    """
+
+    request: RequestId
+    start: int
+    tokens: tuple[int, ...]
+    sample: bool = False
+    logits: bool = False
+    targets: tuple[int, ...] = ()
+
+
+class BatchEntry(Struct, frozen=True):
+    """One request's place in a decode batch: `position` is the index of the token fed in the first step.
+
+    The fed token is the one sampled last on the devices, or `forced[i]` in step i (teacher forcing).
+    """
+
+    request: RequestId
+    position: int
+    forced: tuple[int, ...] = ()
+
+
+class Batch(Struct, frozen=True):
+    """`steps` decode steps for all entries, in one layout. With `logits`, every row's logits are reported."""
+
+    layout: Layout
+    steps: int
+    entries: tuple[BatchEntry, ...]
+    logits: bool = False
+
+
+class Move(Struct, frozen=True):
+    """Send stage `stage`'s full blocks [first_block, end_block) of a request to their place in `to`.
+
+    To the tensor layout, rank `stage` sends bundle (stage, r) to each rank r; to the layer layout, each rank r sends
+    it back to rank `stage`. The target table was given by `PrepareShift`.
+    """
+
+    request: RequestId
+    to: Layout
+    stage: int
+    first_block: int
+    end_block: int
+
+
+class RunTick(Command, frozen=True):
+    """One entry of the work log. Order inside a tick: moves start, chunk, tensor chunk, decode, moves end, frees."""
+
+    sequence: int
+    chunk_of_stage: tuple[Chunk | None, ...] = ()  # S entries, or none at all: stage s runs entry s
+    tensor_chunk: Chunk | None = None  # all ranks together
+    decode: tuple[Batch, ...] = ()  # at most one a layout
+    moves: tuple[Move, ...] = ()
+    frees: tuple[RequestId, ...] = ()
+
+
+class PrepareShift(Command, frozen=True):
+    """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet."""
+
+    request: RequestId
+    to: Layout
+    table: BundleTable  # slots in the target layout
+
+
+class CommitShift(Command, frozen=True):
+    """All ranks accepted and all moves are in earlier ticks: from here on the request runs in `to`."""
+
+    request: RequestId
+    to: Layout
+
+
+class AbandonShift(Command, frozen=True):
+    """A rank declined: forget the target table; the request stays where it is."""
+
+    request: RequestId
+
+
+class HashKv(Command, frozen=True):
+    """Report digests of a request's keys and values (first `tokens` positions) in its present layout."""
+
+    request: RequestId
+    tokens: int
+
+
+class ReportMemory(Command, frozen=True):
+    """Answered by `MemoryReported`."""
+
+
+class Shutdown(Command, frozen=True):
+    """End with exit code 0."""
+
+
+AnyCommand: TypeAlias = (
+    Welcome | Refuse | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift | CommitShift
+    | AbandonShift | HashKv | ReportMemory | Shutdown
+)

@@ -1,0 +1,30 @@
+"""Typed ids: a rank is not a request, and mypy knows."""
+
+from enum import StrEnum
+from typing import NewType
+
+Rank = NewType("Rank", int)
+RequestId = NewType("RequestId", int)
+
+
+class Layout(StrEnum):
+    """How the layers of one request lie on the workers."""
+
+    LAYER = "layer"  # rank s is stage s and owns a range of layers
+    TENSOR = "tensor"  # rank r owns part r of every layer
+
+
+class ComputeType(StrEnum):
+    """The type matrices are multiplied in; residuals and norms are always f32."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+
+
+class KvType(StrEnum):
+    """How one row of keys or values is stored."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"

@@ -1,0 +1,37 @@
+"""KV storage facts: types, row bytes, and the tables of slots that hold a request's bundles."""
+
+from msgspec import Struct
+
+from .ids import KvType
+
+BLOCK_TOKENS = 64  # tokens in one block: a bundle holds one block
+
+
+class KvFormat(Struct, frozen=True):
+    """Types of keys and values."""
+
+    key: KvType
+    value: KvType
+
+
+def row_bytes(kv_type: KvType, width: int) -> int:
+    """Bytes of one head's row of `width` elements. q8_0: 32 int8 and one f16 scale a block."""
+    match kv_type:
+        case KvType.F32:
+            return 4 * width
+        case KvType.F16 | KvType.BF16:
+            return 2 * width
+        case KvType.Q8_0:
+            if width % 32:
+                raise ValueError(f"q8_0 rows need a width that is a multiple of 32, not {width}")
+            return width // 32 * 34
+
+
+class BundleTable(Struct, frozen=True):
+    """Slots of one request's bundles in one layout.
+
+    `slots[stage][part][block]` is the slot on the rank that holds bundle (stage, part) in this layout: rank `stage`
+    in the layer layout, rank `part` in the tensor layout. Bundle (s, s) has the same slots in both layouts.
+    """
+
+    slots: tuple[tuple[tuple[int, ...], ...], ...]

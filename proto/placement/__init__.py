@@ -1,0 +1,1 @@
+"""Who holds what: pure arithmetic shared by the coordinator (fit) and the workers (load)."""

@@ -1,0 +1,146 @@
+"""What the workers tell the coordinator: one frozen class a message, names in the past tense."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from .ids import ComputeType, Layout, Rank, RequestId
+from .kv import KvFormat
+
+
+class Report(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all reports. The sender's rank is in each."""
+
+    rank: Rank
+
+
+class Hello(Report, frozen=True):
+    """First message of a worker."""
+
+    protocol: int
+    group: str  # token of the launch: never join another launch's group
+    world_size: int
+    local_rank: int
+    pid: int
+    host: str
+    device: str  # "cpu" or the CUDA device's name
+    torch_version: str
+    option_digest: str = ""  # of the options this rank was started with
+
+
+class Heartbeat(Report, frozen=True):
+    """Sent by its own thread every second; `sequence` is the last tick finished, -1 before the first."""
+
+    sequence: int
+
+
+class LoadProgress(Report, frozen=True):
+    done_bytes: int
+    total_bytes: int
+
+
+class ModelLoaded(Report, frozen=True):
+    """`weight_bytes` and `kv_bytes` are what was allocated."""
+
+    seconds: float
+    compute_type: ComputeType
+    kv_format: KvFormat
+    weight_bytes: int
+    kv_bytes: int
+
+
+class CostsMeasured(Report, frozen=True):
+    """Seconds of each point asked for, medians, in the order asked."""
+
+    layout: Layout
+    seconds: tuple[float, ...]
+
+
+class SampledToken(Struct, frozen=True):
+    """One chosen token. `top` holds the likeliest (id, logprob), best first."""
+
+    request: RequestId
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    error: str | None = None  # NaN logits: the token is meaningless and the request must end
+
+
+class LogitRows(Struct, frozen=True):
+    """f32 little-endian logits of consecutive positions: `rows` x vocab."""
+
+    request: RequestId
+    start: int
+    rows: int
+    data: bytes
+
+
+class Scores(Struct, frozen=True):
+    """Logprobs of a chunk's targets, in order, NaN-free; positions without a target are left out."""
+
+    request: RequestId
+    start: int
+    logprobs: tuple[float, ...]
+
+
+class TickFinished(Report, frozen=True):
+    """Seconds are this rank's own. Tokens, logits and scores come from the sampler (rank S-1) alone.
+
+    `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
+    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps.
+    """
+
+    sequence: int
+    busy_seconds: float
+    waiting_seconds: float
+    decode_seconds: float
+    tokens: tuple[SampledToken, ...] = ()
+    logits: tuple[LogitRows, ...] = ()
+    scores: tuple[Scores, ...] = ()
+
+
+class ShiftPrepared(Report, frozen=True):
+    request: RequestId
+    accepted: bool
+    reason: str = ""
+
+
+class ShiftCommitted(Report, frozen=True):
+    """`exposed_seconds`: from the moves' last wait that work had to stand still for, see worker/shift.py."""
+
+    request: RequestId
+    to: Layout
+    seconds: float  # time spent on moves, hidden or not
+    exposed_seconds: float  # from the last sampled token to the end of the last move
+    kv_bytes: int  # received by this rank
+    weight_bytes: int
+
+
+class KvHashed(Report, frozen=True):
+    """`digests[i]` is (layer, kv head, hex digest over the rows in position order, keys then values)."""
+
+    request: RequestId
+    digests: tuple[tuple[int, int, str], ...]
+
+
+class MemoryReported(Report, frozen=True):
+    """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory."""
+
+    planned_bytes: int
+    peak_bytes: int
+    anonymous_bytes: int
+
+
+class WorkerFailed(Report, frozen=True):
+    """The worker raised and is ending. `user_error` marks what the user can mend (exit code 2)."""
+
+    error: str
+    message: str
+    traceback: str
+    user_error: bool = False
+
+
+AnyReport: TypeAlias = (
+    Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ShiftPrepared
+    | ShiftCommitted | KvHashed | MemoryReported | WorkerFailed
+)
