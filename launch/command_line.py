@@ -1,0 +1,101 @@
+"""The `gearshift` command: the one place where errors become a line of text and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..proto.errors import GearshiftError
+from .commands import inspect, logits, perplexity, run, tokenize
+
+INTERRUPTED_EXIT_CODE = 130
+
+app = typer.Typer(
+    name="gearshift",
+    help="GGUF models over several workers: prompts in a layer pipeline, answers in tensor parallel.",
+    epilog="Try: gearshift run demo --workers 2 -p 'The capital of France is' -n 40",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
+app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
+app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gearshift {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (or set GEARSHIFT_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Flags before the command. `--debug` is read by `main`, which sees errors from outside typer."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and end the process with its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run_command(words))
+
+
+def run_command(words: Sequence[str]) -> int:
+    """One command's exit code; what went wrong is a line on stderr."""
+    try:
+        result = app(args=list(words), prog_name="gearshift", standalone_mode=False)
+        sys.stdout.flush()
+        if result == INTERRUPTED_EXIT_CODE:  # how typer hands back a KeyboardInterrupt
+            _complain("interrupted")
+        return result if isinstance(result, int) else 0
+    except typer.TyperException as error:
+        _complain(f"{error.format_message()} (see gearshift --help)")
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("interrupted")
+        return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        return _leave_quietly()
+    except GearshiftError as error:
+        _explain(error, words, str(error))
+        return error.exit_code
+    except Exception as error:  # the last resort: a fault of ours still ends in one clear line
+        _explain(error, words, f"internal error: {type(error).__name__}: {error} (--debug shows where)")
+        return GearshiftError.exit_code
+
+
+def _explain(error: Exception, words: Sequence[str], message: str) -> None:
+    if _debug_wanted(words):
+        from traceback import print_exception
+
+        print_exception(error)
+    _complain(message)
+
+
+def _debug_wanted(words: Sequence[str]) -> bool:
+    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def _complain(message: str) -> None:
+    print(f"gearshift: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _leave_quietly() -> int:
+    # Whoever read our output has gone (`gearshift ... | head`). Python would flush stdout once more at exit and
+    # complain, so it gets a place that takes everything.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

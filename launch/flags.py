@@ -1,0 +1,148 @@
+"""Flags that several commands share, each with its help text: annotations for typer."""
+
+from typing import Annotated
+
+import typer
+
+from .options import Device
+
+GROUP = "Workers and layout"
+SAMPLING = "Sampling"
+OUTPUT = "Output"
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A GGUF file, the first shard of a split one, or `demo`.", show_default=False),
+]
+
+Workers = Annotated[
+    int, typer.Option("--workers", metavar="S", min=1, max=64, help="Worker processes, one a device.", rich_help_panel=GROUP)
+]
+DeviceFlag = Annotated[Device, typer.Option("--device", help="Where the workers compute.", rich_help_panel=GROUP)]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        "--prefill",
+        metavar="auto|layer|tensor",
+        help="Layout that reads the prompt: a pipeline of layers, or every layer cut over all workers.",
+        rich_help_panel=GROUP,
+    ),
+]
+Decode = Annotated[
+    str,
+    typer.Option("--decode", metavar="auto|layer|tensor", help="Layout that writes the answer.", rich_help_panel=GROUP),
+]
+ChunkRule = Annotated[
+    str,
+    typer.Option(
+        "--chunk",
+        metavar="auto|sqrt[:RATIO]|N[,N..]",
+        help="How the prompt is cut for the pipeline: by measured costs, by the square-root rule, or these lengths.",
+        rich_help_panel=GROUP,
+    ),
+]
+MaxChunk = Annotated[
+    int | None,
+    typer.Option("--max-chunk", metavar="N", min=1, help="Longest chunk the buffers take.", rich_help_panel=GROUP),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        "-c",
+        metavar="N",
+        min=1,
+        help="Tokens of prompt and answer together. Left out: enough for the prompt, and told.",
+        rich_help_panel=GROUP,
+    ),
+]
+LayerSplit = Annotated[
+    str | None,
+    typer.Option("--layer-split", metavar="N,..", help="Cut points between stages: 12,24,36.", rich_help_panel=GROUP),
+]
+LayerShare = Annotated[
+    str | None,
+    typer.Option("--layer-share", metavar="X,..", help="Share of the layers each stage owns: 3,1.", rich_help_panel=GROUP),
+]
+TensorShare = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor-share", metavar="X,..", help="Share of every layer each worker owns: 3,1.", rich_help_panel=GROUP
+    ),
+]
+ComputeTypeFlag = Annotated[
+    str,
+    typer.Option(
+        "--compute-type",
+        metavar="auto|f32|bf16",
+        help="Type that matrices are multiplied in; auto measures.",
+        rich_help_panel=GROUP,
+    ),
+]
+KvTypeFlag = Annotated[
+    str,
+    typer.Option(
+        "--kv-type",
+        metavar="auto|f32|f16|bf16|q8_0",
+        help="Type of the KV cache; two with a comma are for keys and values. auto: the compute type.",
+        rich_help_panel=GROUP,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", min=1, max=1024, help="CPU threads of each worker.", rich_help_panel=GROUP
+    ),
+]
+
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n", "--max-tokens", metavar="N", min=0, help="Tokens to write; 0: none. Left out: to the context's end."
+    ),
+]
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, taken as it stands.")]
+PromptFile = Annotated[
+    str | None, typer.Option("--file", "-f", metavar="FILE", help="A UTF-8 file; `-` is standard input.")
+]
+TokensFile = Annotated[
+    str | None, typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids; no BOS is added.")
+]
+
+Temperature = Annotated[
+    float, typer.Option("--temperature", "--temp", metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)
+]
+TopK = Annotated[int, typer.Option("--top-k", metavar="N", help="0: all.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option("--top-p", metavar="X", help="1: off.", rich_help_panel=SAMPLING)]
+MinP = Annotated[float, typer.Option("--min-p", metavar="X", help="0: off.", rich_help_panel=SAMPLING)]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repeat-penalty", "--repetition-penalty", metavar="X", help="1: off. Sees the whole prompt.", rich_help_panel=SAMPLING
+    ),
+]
+RepeatLastN = Annotated[
+    int,
+    typer.Option("--repeat-last-n", metavar="N", help="Tokens that the penalties look at; -1: all.", rich_help_panel=SAMPLING),
+]
+PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="X", rich_help_panel=SAMPLING)]
+FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", metavar="X", rich_help_panel=SAMPLING)]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; repeatable.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="-1: a random one.", rich_help_panel=SAMPLING)]
+Logprobs = Annotated[
+    int, typer.Option("--logprobs", metavar="N", help="Likeliest tokens told for each step (--json).", rich_help_panel=SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer before this text; repeatable.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end-of-text token.")]
+VerifyShift = Annotated[
+    bool,
+    typer.Option("--verify-shift", help="Hash keys and values before and after the shift.", rich_help_panel=GROUP),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT)
+]

@@ -1,0 +1,64 @@
+"""Reading what the user names: text files, token files, standard input. Every error names the file."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..proto.errors import InputError
+
+MAX_INPUT_BYTES = 256 << 20  # far above any context; keeps a wrong path from filling the memory
+
+
+def read_text(path: str) -> str:
+    """The UTF-8 text of a file, `-` being standard input, exactly as it stands (no newline is changed)."""
+    data = _read_bytes(path)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}"
+        ) from None
+
+
+def read_tokens(path: str) -> tuple[int, ...]:
+    """The ids of a JSON file that holds one list of whole numbers."""
+    try:
+        values = json.loads(_read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, list):
+        raise InputError(f"{path} must hold one JSON list of token ids, not {_short(values)}")
+    for position, value in enumerate(values):
+        # bool is an int to Python, but true is no token.
+        if type(value) is not int or value < 0:
+            raise InputError(f"{path}: {_short(value)} at position {position} is not a token id")
+    return tuple(values)
+
+
+def check_tokens(tokens: Sequence[int], vocab: int, source: str) -> None:
+    """`InputError` for the first id that the model does not have."""
+    for position, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise InputError(
+                f"{source}: {_short(token)} at position {position} is not a token of this model (0 to {vocab - 1})"
+            )
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(data) > MAX_INPUT_BYTES:
+        raise InputError(f"{path} is longer than {MAX_INPUT_BYTES >> 20} MiB")
+    return data
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,151 @@
+"""What the flags of the command line mean: text in, frozen settings out. Pure; every error names its flag."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+from typing import TypeVar
+
+from ..proto.errors import InputError
+from ..proto.ids import ComputeType, KvType, Layout
+from ..proto.kv import KvFormat
+from ..proto.sampling import SamplingParameters
+
+T = TypeVar("T")
+
+AUTO = "auto"
+
+
+class Device(StrEnum):
+    """Where the workers compute; `auto` is CUDA where every worker gets a device of its own, else the CPU."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The workers, how the model lies on them, and what they hold it in. None: chosen by the program."""
+
+    workers: int
+    device: Device
+    threads: int | None  # of each worker
+    context_tokens: int | None
+    max_chunk_tokens: int | None
+    layer_split: tuple[int, ...] | None  # cut points between the stages
+    layer_shares: tuple[float, ...] | None
+    tensor_shares: tuple[float, ...] | None
+    compute_type: ComputeType | None
+    kv_format: KvFormat | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSettings:
+    """Layouts of a request's two phases (None: by the policy) and the rule its prompt is cut by."""
+
+    prefill: Layout | None
+    decode: Layout | None
+    chunk_rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """How one answer is made and where it ends."""
+
+    max_tokens: int | None  # None: up to the context's end
+    sampling: SamplingParameters
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    verify_shift: bool
+
+
+def parse_layout(flag: str, text: str) -> Layout | None:
+    """`auto` is None."""
+    return None if text == AUTO else _choice(flag, text, tuple(Layout))
+
+
+def parse_compute_type(flag: str, text: str) -> ComputeType | None:
+    """`auto` is None: the faster on this machine, measured by the workers."""
+    return None if text == AUTO else _choice(flag, text, tuple(ComputeType))
+
+
+def parse_kv_format(flag: str, text: str) -> KvFormat | None:
+    """`f16` for keys and values alike, `q8_0,f16` for keys and values apart, `auto` is None."""
+    if text == AUTO:
+        return None
+    types = [_choice(flag, word.strip(), tuple(KvType)) for word in text.split(",")]
+    if len(types) > 2:
+        raise InputError(f"{flag} takes one type, or one for keys and one for values, not {len(types)}: {text!r}")
+    return KvFormat(key=types[0], value=types[-1])
+
+
+def parse_cut_points(flag: str, text: str | None, workers: int) -> tuple[int, ...] | None:
+    """`12,24,36` are three cuts for four workers; whether they fit the model is for the placement to say."""
+    if text is None:
+        return None
+    cuts = _numbers(flag, text, int, "whole numbers, as in 12,24,36")
+    if len(cuts) != workers - 1:
+        raise InputError(f"{flag} needs {workers - 1} cut points for {workers} workers, not {len(cuts)}: {text!r}")
+    return cuts
+
+
+def parse_shares(flag: str, text: str | None, workers: int) -> tuple[float, ...] | None:
+    """`3,1` or `0.75,0.25`: one number a worker, of any scale; they are used in proportion to their sum."""
+    if text is None:
+        return None
+    shares = _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
+    if len(shares) != workers:
+        raise InputError(f"{flag} needs {workers} numbers, one a worker, not {len(shares)}: {text!r}")
+    if not all(isfinite(share) and share >= 0.0 for share in shares) or sum(shares) <= 0.0:
+        raise InputError(f"{flag} takes finite numbers of 0 or more with a sum above 0, not {text!r}")
+    return shares
+
+
+def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    """`ID=BIAS`, any number of times; a token named twice is an error."""
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_text, separator, bias_text = entry.partition("=")
+        try:
+            token, bias = int(token_text), float(bias_text)
+        except ValueError:
+            raise InputError(f"{flag} takes ID=BIAS, as in 42=-1.5, not {entry!r}") from None
+        if not separator or token < 0 or not isfinite(bias):
+            raise InputError(f"{flag} takes a token id of 0 or more and a finite bias, not {entry!r}")
+        if token in biases:
+            raise InputError(f"{flag} names token {token} twice")
+        biases[token] = bias
+    return tuple(biases.items())
+
+
+def parse_stops(flag: str, stops: Sequence[str]) -> tuple[str, ...]:
+    """Stop texts as given; an empty one would end every answer at once and is refused."""
+    if any(not stop for stop in stops):
+        raise InputError(f"{flag} takes a text of at least one character")
+    return tuple(stops)
+
+
+def parse_seed(flag: str, seed: int) -> int:
+    """0 <= seed < 2^64; -1, as other programs have it, draws one from the system."""
+    if seed == -1:
+        from secrets import randbits
+
+        return randbits(64)
+    if not 0 <= seed < 2**64:
+        raise InputError(f"{flag} takes 0 to 2^64 - 1, or -1 for a random one, not {seed}")
+    return seed
+
+
+def _choice(flag: str, text: str, choices: tuple[T, ...]) -> T:
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise InputError(f"{flag} takes one of {', '.join(map(str, choices))}, not {text!r}")
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], T], wanted: str) -> tuple[T, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"{flag} takes {wanted}, not {text!r}") from None
