@@ -1,0 +1,215 @@
+"""How long the chunks of a prompt are, so that a pipeline of stages reads it soonest. Pure arithmetic.
+
+For S equal stages the makespan is the sum of the chunks' times and S-1 times the longest of them; with
+t(L, x) = b + a x + q (2 L x + x²) the sum is m b + W wherever the m - 1 cuts fall, so chunks of equal time are best
+and m* = sqrt((S-1) W / b). The plain rule is the same with q = 0: C = sqrt(n (b/a) / (S-1)).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+from typing import TypeAlias
+
+from ..proto.errors import InputError
+from .cost_model import ChunkCost
+from .flow_shop import makespan_of_chunks, search_cuts
+
+DEFAULT_RATIO = 1024.0  # b/a in tokens where nothing was measured; public rigs lie between 290 and 1,024
+EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is taken as it is
+MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Least makespan from measured costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sqrt:
+    """The plain square-root rule; `ratio` is b/a in tokens, None the measured one."""
+
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Chunks as given; the last value repeats until the prompt ends."""
+
+    sizes: tuple[int, ...]
+
+
+ChunkRule: TypeAlias = Auto | Sqrt | Fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens. `grid` and `minimum` hold for the rules that choose; `max_chunk`, the buffers' size, for all."""
+
+    grid: int
+    minimum: int
+    max_chunk: int
+
+    @classmethod
+    def for_device(cls, device: str, max_chunk: int) -> "Limits":
+        return cls(32, 64, max_chunk) if device == "cpu" else cls(256, 512, max_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Chunk lengths in tokens, in order; their sum is the prompt."""
+
+    chunks: tuple[int, ...]
+    reason: str
+    plain_rule_chunk: int | None  # what the plain rule would have taken; None where it has no say
+
+
+def parse_chunk_rule(text: str) -> ChunkRule:
+    """`auto`, `sqrt`, `sqrt:RATIO`, `N` or `N,N,M`; anything else is an `InputError`."""
+    name, colon, value = text.strip().partition(":")
+    try:
+        if name == "auto" and not colon:
+            return Auto()
+        if name == "sqrt":
+            return Sqrt(_positive(float(value)) if colon else None)
+        if not all(part.strip().isdecimal() for part in text.split(",")):
+            raise ValueError("not a whole number")
+        return Fixed(tuple(int(_positive(int(part))) for part in text.split(",")))
+    except ValueError as error:
+        raise InputError(
+            f"--chunk takes auto, sqrt, sqrt:RATIO, N or N,N,.. with numbers above 0, not {text!r}"
+        ) from error
+
+
+def _positive(value: float) -> float:
+    if not 0 < value < 1e9:
+        raise ValueError("out of range")
+    return value
+
+
+def plan_chunks(
+    tokens: int,
+    cached: int,
+    stages: int,
+    rule: ChunkRule,
+    costs: Sequence[ChunkCost] | None,
+    limits: Limits,
+) -> ChunkPlan:
+    """Chunks for a prompt of `tokens` after `cached` ones. `costs` is one a stage, None if not measured.
+
+    One stage: one chunk, capped by the buffers. Each chunk is >= 1 and <= `limits.max_chunk`.
+    """
+    if tokens < 1 or cached < 0 or stages < 1 or limits.max_chunk < 1:
+        raise ValueError(f"no chunks for {tokens} tokens after {cached} over {stages} stages within {limits}")
+    ratio = rule.ratio if isinstance(rule, Sqrt) and rule.ratio is not None else _measured_ratio(costs)
+    plain = _plain_chunk(tokens, stages, ratio, limits) if stages > 1 else None
+    if isinstance(rule, Fixed):
+        return ChunkPlan(_fixed(tokens, rule.sizes, limits.max_chunk), "chunks as asked for", plain)
+    if plain is None:
+        return ChunkPlan(_repeat(tokens, limits.max_chunk), "one stage: the largest chunk the buffers take", None)
+    if isinstance(rule, Auto) and costs:
+        return _auto(tokens, cached, costs, limits, plain)
+    missing = "costs not measured; " if isinstance(rule, Auto) else ""
+    reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {plain} tokens over {stages} stages"
+    return ChunkPlan(_repeat(tokens, plain), reason, plain)
+
+
+def _measured_ratio(costs: Sequence[ChunkCost] | None) -> float:
+    if not costs:
+        return DEFAULT_RATIO
+    per_token = sum(cost.per_token for cost in costs)
+    return min(sum(cost.per_chunk for cost in costs) / per_token, 1e9) if per_token > 0 else 1e9
+
+
+def _plain_chunk(tokens: int, stages: int, ratio: float, limits: Limits) -> int:
+    """The square-root rule, rounded up to the grid, then evened out over the chunks it takes."""
+    wanted = ceil(sqrt(tokens * ratio / (stages - 1)))
+    first = min(max(limits.minimum, _up_to_grid(wanted, limits.grid)), limits.max_chunk)
+    count = ceil(tokens / first)
+    if count == 1:
+        return tokens
+    return min(_up_to_grid(ceil(tokens / count), limits.grid), limits.max_chunk)
+
+
+def _up_to_grid(tokens: int, grid: int) -> int:
+    return ceil(tokens / grid) * grid
+
+
+def _repeat(tokens: int, size: int) -> tuple[int, ...]:
+    """Chunks of `size`; the last takes what is left."""
+    whole, rest = divmod(tokens, size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def _fixed(tokens: int, sizes: Sequence[int], max_chunk: int) -> tuple[int, ...]:
+    chunks: list[int] = []
+    left = tokens
+    for size in sizes[:-1]:
+        if left > 0:
+            chunks.append(min(size, max_chunk, left))
+            left -= chunks[-1]
+    return tuple(chunks) + _repeat(left, min(sizes[-1], max_chunk))
+
+
+def _auto(tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, plain: int) -> ChunkPlan:
+    """Closed form, rounded to the grid; then a local search on the exact flow shop."""
+    whole = [cost.seconds(cached, tokens) for cost in costs]
+    slowest = costs[whole.index(max(whole))]
+    effective_stages = sum(whole) / max(whole) if max(whole) > 0 else float(len(costs))
+    starts = {
+        _on_grid(tokens, cached, slowest, count, limits, rounding)
+        for count in _chunk_counts(tokens, cached, effective_stages, slowest, limits)
+        for rounding in (round, ceil)
+    }
+    # Equal stages are one stage seen S times: their makespan needs no flow shop.
+    equal = max(whole) <= EQUAL_STAGES * min(whole)
+    best = search_cuts(sorted(starts), cached, costs, limits.grid, limits.minimum, limits.max_chunk, equal)
+    predicted = makespan_of_chunks(best, cached, costs)
+    plain_seconds = makespan_of_chunks(_repeat(tokens, plain), cached, costs)
+    reason = (
+        f"least time over {len(costs)} stages: {len(best)} chunk{'s' if len(best) > 1 else ''}, "
+        f"{predicted:.3g} s predicted (plain rule: {plain} tokens, {plain_seconds:.3g} s)"
+    )
+    return ChunkPlan(best, reason, plain)
+
+
+def _chunk_counts(
+    tokens: int, cached: int, effective_stages: float, cost: ChunkCost, limits: Limits
+) -> tuple[int, ...]:
+    """Floor and ceil of m*, and their neighbours, within what minimum and buffers allow."""
+    work = cost.variable_seconds(cached, tokens)
+    least = ceil(tokens / limits.max_chunk)
+    most = max(least, min(ceil(tokens / min(limits.minimum, limits.max_chunk)), MAX_CHUNKS))
+    ideal = sqrt((effective_stages - 1) * work / cost.per_chunk) if cost.per_chunk > 0 else float(most)
+    near = (floor(ideal) + offset if ideal < most else most for offset in (-2, -1, 0, 1, 2))
+    return tuple(sorted({min(max(count, least, 1), most) for count in near}))
+
+
+def equal_time_cuts(tokens: int, cached: int, cost: ChunkCost, count: int) -> list[float]:
+    """Positions L_k, k = 0..m, between which each chunk takes the same time; real numbers.
+
+    L = 2c / (a + sqrt(a² + 4 q c)) is the root of q L² + a L = c that loses no digits when q is small.
+    """
+    a, q = cost.per_token, cost.per_pair
+    start = a * cached + q * cached * cached
+    work = cost.variable_seconds(cached, tokens)
+    if work <= 0:
+        return [cached + tokens * k / count for k in range(count + 1)]
+    goals = [start + k * work / count for k in range(count + 1)]
+    cuts = [2 * c / (a + sqrt(a * a + 4 * q * c)) if c > 0 else 0.0 for c in goals]
+    return [float(cached), *cuts[1:-1], float(cached + tokens)]
+
+
+def _on_grid(
+    tokens: int, cached: int, cost: ChunkCost, count: int, limits: Limits, rounding: Callable[[float], int]
+) -> tuple[int, ...]:
+    """Equal-time cuts at whole grid steps from the prompt's start, every chunk within the limits."""
+    longest = limits.max_chunk // limits.grid * limits.grid or limits.max_chunk
+    chunks: list[int] = []
+    done = 0
+    for cut in equal_time_cuts(tokens, cached, cost, count)[1:]:
+        size = rounding((cut - cached - done) / limits.grid) * limits.grid
+        size = min(max(size, limits.minimum), longest, tokens - done)
+        if size > 0:
+            chunks.append(size)
+            done += size
+    return (*chunks, *_repeat(tokens - done, longest)) if done < tokens else tuple(chunks)

@@ -1,0 +1,204 @@
+"""Chunk rules: their vectors, their limits, and how far from the best they are."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearshift.coordinator.chunk_plan import (
+    Auto,
+    ChunkRule,
+    Fixed,
+    Limits,
+    Sqrt,
+    equal_time_cuts,
+    parse_chunk_rule,
+    plan_chunks,
+)
+from gearshift.coordinator.cost_model import ChunkCost
+from gearshift.coordinator.flow_shop import chunk_seconds, equal_makespan, makespan, makespan_of_chunks
+from gearshift.proto.errors import InputError
+
+CUDA = Limits(grid=256, minimum=512, max_chunk=8192)
+CPU = Limits(grid=32, minimum=64, max_chunk=512)
+RIG = ChunkCost(per_chunk=1024e-6, per_token=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tokens", "chunk"),
+    [(4, 2013, 1024), (4, 3865, 1024), (4, 10041, 2048), (4, 28998, 3328), (2, 10041, 2560)],
+)
+def test_the_sqrt_rule_gives_the_published_chunks(stages: int, tokens: int, chunk: int) -> None:
+    for rule, costs in ((Sqrt(1024), None), (Sqrt(), (RIG,) * stages), (Sqrt(), None)):
+        plan = plan_chunks(tokens, 0, stages, rule, costs, CUDA)
+        assert plan.chunks[0] == plan.plain_rule_chunk == chunk
+        assert set(plan.chunks[:-1]) == {chunk}
+        assert sum(plan.chunks) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("auto", Auto()),
+        ("sqrt", Sqrt()),
+        ("sqrt:290.5", Sqrt(290.5)),
+        ("8", Fixed((8,))),
+        ("16, 8,1", Fixed((16, 8, 1))),
+    ],
+)
+def test_chunk_rules_are_read(text: str, rule: ChunkRule) -> None:
+    assert parse_chunk_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "8,", "8,0", "8,-2", "1.5", "sqrt:", "sqrt:0", "sqrt:-3", "sqrt:nan", "sqrt:inf", "auto:1", "x", "²"],
+)
+def test_nonsense_chunk_rules_are_refused_by_name(text: str) -> None:
+    with pytest.raises(InputError, match="--chunk"):
+        parse_chunk_rule(text)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 15, 16, 17, 24, 25])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_f24_fixed_chunks_of_eight_cover_edge_lengths_without_an_empty_chunk(tokens: int, stages: int) -> None:
+    chunks = plan_chunks(tokens, 0, stages, Fixed((8,)), None, CPU).chunks
+    assert chunks == (8,) * (tokens // 8) + ((tokens % 8,) if tokens % 8 else ())
+
+
+def test_the_last_fixed_value_repeats_and_the_buffers_cap_each() -> None:
+    assert plan_chunks(1500, 0, 2, Fixed((1000, 100, 300)), None, CPU).chunks == (512, 100, 300, 300, 288)
+    assert plan_chunks(90, 0, 2, Fixed((100, 300)), None, CPU).chunks == (90,)
+    assert plan_chunks(100, 0, 2, Fixed((100, 300)), None, CPU).chunks == (100,)
+
+
+def test_one_stage_reads_one_chunk_capped_by_the_buffers() -> None:
+    assert plan_chunks(300, 0, 1, Auto(), (RIG,), CPU).chunks == (300,)
+    assert plan_chunks(1100, 0, 1, Auto(), None, CPU).chunks == (512, 512, 76)
+    assert plan_chunks(1100, 0, 1, Sqrt(), None, CPU).plain_rule_chunk is None
+
+
+def test_a_prompt_that_the_plain_rule_reads_in_one_chunk_is_one_chunk() -> None:
+    assert plan_chunks(500, 0, 4, Sqrt(1024), None, CUDA).chunks == (500,)
+
+
+costs_strategy = st.builds(
+    ChunkCost,
+    per_chunk=st.floats(0, 1e-2),
+    per_token=st.floats(0, 1e-4),
+    per_pair=st.floats(0, 1e-8),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 3000),
+    cached=st.integers(0, 3000),
+    stages=st.integers(1, 8),
+    rule=st.sampled_from([Auto(), Sqrt(), Sqrt(300), Fixed((1,)), Fixed((5, 700))]),
+    costs=st.lists(costs_strategy, min_size=8, max_size=8),
+    max_chunk=st.integers(1, 1000),
+    grid=st.sampled_from([1, 32, 256]),
+)
+def test_every_plan_covers_the_prompt_with_chunks_within_the_buffers(
+    tokens: int, cached: int, stages: int, rule: ChunkRule, costs: list[ChunkCost], max_chunk: int, grid: int
+) -> None:
+    limits = Limits(grid, 2 * grid, max_chunk)
+    plan = plan_chunks(tokens, cached, stages, rule, costs[:stages], limits)
+    assert sum(plan.chunks) == tokens
+    assert all(1 <= chunk <= max_chunk for chunk in plan.chunks)
+    if isinstance(rule, Auto) and stages > 1:
+        assert all(chunk >= min(2 * grid, max_chunk // grid * grid or max_chunk) for chunk in plan.chunks[:-1])
+
+
+def every_split(tokens: int, grid: int, minimum: int) -> list[tuple[int, ...]]:
+    """All chunk lists on the grid, the last one taking what is left."""
+    if tokens <= minimum:
+        return [(tokens,)]
+    longer = [
+        (first, *rest)
+        for first in range(minimum, tokens, grid)
+        for rest in every_split(tokens - first, grid, minimum)
+    ]
+    return [(tokens,), *longer]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(65, 420),
+    cached=st.sampled_from([0, 100, 2000]),
+    stages=st.integers(2, 6),
+    ratio=st.floats(1, 2000),
+    attention=st.floats(0, 0.01),
+)
+def test_auto_is_within_one_percent_of_brute_force_for_equal_stages(
+    tokens: int, cached: int, stages: int, ratio: float, attention: float
+) -> None:
+    costs = (ChunkCost(ratio, 1.0, attention),) * stages
+    limits = Limits(32, 64, 4096)
+    chosen = makespan_of_chunks(plan_chunks(tokens, cached, stages, Auto(), costs, limits).chunks, cached, costs)
+    best = min(makespan_of_chunks(split, cached, costs) for split in every_split(tokens, 32, 64))
+    assert chosen <= best * 1.01
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(65, 360),
+    cached=st.sampled_from([0, 500]),
+    stages=st.lists(
+        st.builds(ChunkCost, st.floats(1, 2000), st.floats(0.2, 5), st.floats(0, 0.01)), min_size=2, max_size=4
+    ),
+)
+def test_auto_is_within_two_percent_of_brute_force_for_unequal_stages(
+    tokens: int, cached: int, stages: list[ChunkCost]
+) -> None:
+    limits = Limits(32, 64, 4096)
+    plan = plan_chunks(tokens, cached, len(stages), Auto(), stages, limits)
+    chosen = makespan_of_chunks(plan.chunks, cached, stages)
+    best = min(makespan_of_chunks(split, cached, stages) for split in every_split(tokens, 32, 64))
+    assert chosen <= best * 1.02
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=8), st.integers(1, 6))
+def test_the_short_makespan_of_equal_stages_is_the_flow_shops(seconds: list[float], stages: int) -> None:
+    assert equal_makespan(seconds, stages) == pytest.approx(makespan([seconds] * stages))
+
+
+def test_the_flow_shop_waits_for_stage_and_chunk() -> None:
+    # Stage 0 ends its chunks at 1, 4; stage 1 at 3, max(3, 4) + 1.
+    assert makespan([[1, 3], [2, 1]]) == 5
+
+
+@given(
+    costs=costs_strategy.filter(lambda cost: cost.per_token > 1e-6),
+    cached=st.integers(0, 5000),
+    count=st.integers(1, 20),
+)
+def test_equal_time_cuts_take_equal_times(costs: ChunkCost, cached: int, count: int) -> None:
+    cuts = equal_time_cuts(10_000, cached, costs, count)
+    assert cuts[0] == cached
+    assert cuts[-1] == cached + 10_000
+    seconds = [
+        costs.per_token * (end - first) + costs.per_pair * (end * end - first * first)
+        for first, end in zip(cuts, cuts[1:], strict=False)
+    ]
+    assert seconds == pytest.approx([costs.variable_seconds(cached, 10_000) / count] * count, rel=1e-6)
+
+
+def test_without_attention_auto_chunks_are_of_one_size() -> None:
+    plan = plan_chunks(30_720, 0, 4, Auto(), (RIG,) * 4, CUDA)
+    assert max(plan.chunks) - min(plan.chunks) <= CUDA.grid
+    assert "plain rule" in plan.reason
+
+
+def test_with_attention_later_auto_chunks_are_shorter() -> None:
+    costs = (ChunkCost(1e-3, 1e-6, 1e-10),) * 4
+    chunks = plan_chunks(30_720, 0, 4, Auto(), costs, CUDA).chunks
+    seconds = chunk_seconds(chunks, 0, costs[0])
+    assert chunks[0] > chunks[-2]
+    assert max(seconds[:-1]) <= 1.25 * min(seconds[:-1])
+
+
+def test_auto_without_measured_costs_says_so_and_takes_the_plain_rule() -> None:
+    plan = plan_chunks(10041, 0, 4, Auto(), None, CUDA)
+    assert plan.chunks[0] == 2048
+    assert "not measured" in plan.reason

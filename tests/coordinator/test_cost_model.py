@@ -1,0 +1,63 @@
+"""Fitting measured times."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gearshift.coordinator.cost_model import (
+    CPU_POINTS,
+    ChunkCost,
+    costs_from_measurements,
+    fit,
+    measuring_points,
+)
+from gearshift.proto.ids import Layout
+
+POINTS = [(0, 64), (0, 256), (512, 64), (1024, 128), (0, 512)]
+
+
+@given(st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-6))
+def test_fit_finds_the_cost_that_made_the_points(b: float, a: float, q: float) -> None:
+    cost = ChunkCost(b, a, q)
+    found = fit([(cached, tokens, cost.seconds(cached, tokens)) for cached, tokens in POINTS])
+    for cached, tokens in [*POINTS, (4096, 512)]:
+        assert found.seconds(cached, tokens) == pytest.approx(cost.seconds(cached, tokens), rel=1e-3)
+
+
+@given(st.lists(st.floats(1e-6, 10), min_size=len(POINTS), max_size=len(POINTS)))
+def test_fit_never_gives_a_negative_cost(seconds: list[float]) -> None:
+    found = fit([(cached, tokens, value) for (cached, tokens), value in zip(POINTS, seconds, strict=True)])
+    assert min(found.per_chunk, found.per_token, found.per_pair) >= 0
+
+
+def test_fit_drops_the_negative_column_and_fits_the_others_anew() -> None:
+    # Times that fall with depth ask for q < 0; the best without it goes through the means.
+    found = fit([(0, 100, 2.0), (1000, 100, 1.0)])
+    assert found.per_pair == 0
+    assert 1.0 <= found.seconds(0, 100) <= 2.0
+
+
+def test_the_sum_over_chunks_does_not_depend_on_the_cuts() -> None:
+    cost = ChunkCost(1.0, 2.0, 0.5)
+    one = cost.variable_seconds(10, 100)
+    assert one == pytest.approx(cost.variable_seconds(10, 30) + cost.variable_seconds(40, 70))
+
+
+def test_measuring_points_stay_within_the_context() -> None:
+    assert measuring_points("cpu", Layout.LAYER, 4096) == CPU_POINTS
+    assert all(sum(point) <= 300 for point in measuring_points("cpu", Layout.TENSOR, 300))
+    assert measuring_points("cpu", Layout.LAYER, 16)
+
+
+def test_costs_take_each_stage_alone_and_the_slowest_rank_under_tensor() -> None:
+    points = measuring_points("cpu", Layout.LAYER, 4096)
+    tensor_points = measuring_points("cpu", Layout.TENSOR, 4096)
+    layer = [[1.0, 4.0, 1.5, 0.25], [2.0, 8.0, 3.0, 0.5]]
+    costs = costs_from_measurements(points, layer, tensor_points, [[1.0, 2.0, 0.1], [1.5, 1.9, 0.3]], 1e-6)
+    assert costs.decode_layer_seconds == 0.75
+    assert costs.decode_tensor_seconds == 0.3
+    assert costs.stages[1].seconds(0, 256) == pytest.approx(2 * costs.stages[0].seconds(0, 256))
+    assert costs.tensor_prefill is not None
+    assert costs.tensor_prefill.seconds(0, 64) == pytest.approx(1.5)
+    assert costs.tensor_prefill.seconds(0, 256) == pytest.approx(2.0)
+    assert costs_from_measurements(points, layer).tensor_prefill is None
