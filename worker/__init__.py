@@ -1,0 +1,1 @@
+"""One process per device: weights, KV, kernels and collectives. A worker decides nothing about requests."""

@@ -1,0 +1,204 @@
+"""One tick's computing: a chunk through this stage, a chunk or a decode step under tensor parallelism, the sampler.
+
+The head is split by vocabulary in every layout: the last hidden rows are made known to all ranks, each computes its
+logits, and the sampler's rank (the last) gathers them and tells everybody the chosen ids.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..proto.commands import Batch, BatchEntry, Chunk
+from ..proto.ids import Layout, Rank
+from ..proto.model import ModelSpec
+from ..proto.placement.plan import Placement
+from ..proto.reports import LogitRows, SampledToken, Scores
+from .links.open import Links
+from .model.decoder import Decoder, Segment
+from .requests import OpenRequests, RequestState
+from .sampling import Sampler
+from .weights.mapped_file import MappedModel
+
+# The head runs over so many logits at once, so that a chunk whose rows are all wanted needs little memory.
+HEAD_VALUES = 1 << 24
+
+
+@dataclass(slots=True)
+class TickOutput:
+    """What one tick yields for its report; tokens, logits and scores on the sampler's rank alone."""
+
+    busy_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    tokens: list[SampledToken] = field(default_factory=list)
+    logits: list[LogitRows] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+
+
+class Engine:
+    """Runs chunks and decode steps of this rank. Holds no request state of its own."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, rank: Rank, files: MappedModel, decoder: Decoder, links: Links,
+        requests: OpenRequests, sampler: Sampler | None, device: torch.device,
+    ) -> None:
+        self._spec, self._placement, self._rank = spec, placement, rank
+        self._files, self._decoder, self._links = files, decoder, links
+        self._requests, self._sampler, self._device = requests, sampler, device
+        self._last = placement.ranks - 1
+        self._vocab_widths = [len(rows) for rows in placement.vocab]
+
+    def post_receive(self, chunk_of_stage: Sequence[Chunk | None]) -> None:
+        """Post the receive of what the stage before runs in this tick: it is this stage's next chunk."""
+        if chunk_of_stage and self._rank > 0 and (chunk := chunk_of_stage[self._rank - 1]) is not None:
+            self._links.pipeline.post_receive((len(chunk.tokens), self._spec.hidden), torch.float32)
+
+    def stage_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:
+        """This stage's layers over a chunk; the result goes to the next stage. Returns f32 [T, D]."""
+        started = time.monotonic()
+        hidden_TD = self._embed(chunk.tokens) if self._rank == 0 else self._links.pipeline.receive()
+        received = time.monotonic()
+        segments = [self._segment(chunk)]
+        hidden_TD = self._decoder.layers(hidden_TD, self._placement.stages[self._rank], Layout.LAYER, segments)
+        if self._rank < self._last:
+            self._links.pipeline.send(hidden_TD)
+        finished = time.monotonic()
+        output.busy_seconds += finished - received
+        output.waiting_seconds += received - started
+        return hidden_TD
+
+    def tensor_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:
+        """All layers over a chunk under tensor parallelism, on all ranks together. Returns f32 [T, D]."""
+        started = time.monotonic()
+        layers = range(len(self._spec.layers))
+        hidden_TD = self._decoder.layers(self._embed(chunk.tokens), layers, Layout.TENSOR, [self._segment(chunk)])
+        output.busy_seconds += time.monotonic() - started
+        return hidden_TD
+
+    def finish_chunk(self, chunk: Chunk, hidden_TD: Tensor | None, layout: Layout, output: TickOutput) -> None:
+        """Head and sampler for a chunk that has left the last stage; every rank takes part.
+
+        `hidden_TD` is None on ranks that do not hold the last stage's result.
+        """
+        if chunk.logits:
+            self._report_logits(chunk, self._wanted_rows(chunk, hidden_TD, layout, range(len(chunk.tokens))), output)
+        if chunk.targets:
+            scored = [row for row, target in enumerate(chunk.targets) if target >= 0]
+            self._report_scores(chunk, scored, self._wanted_rows(chunk, hidden_TD, layout, scored), output)
+        if chunk.sample:
+            last_1D = self._wanted_rows(chunk, hidden_TD, layout, [len(chunk.tokens) - 1])
+            self._sample([self._requests[chunk.request]], self._gathered_logits(last_1D), output)
+
+    def decode(self, batch: Batch, output: TickOutput) -> None:
+        """The batch's decode steps, one after another."""
+        started = time.monotonic()
+        states = [self._requests[entry.request] for entry in batch.entries]
+        for step in range(batch.steps):
+            self._decode_step(batch, states, step, output)
+        output.decode_seconds += time.monotonic() - started
+
+    def _decode_step(self, batch: Batch, states: list[RequestState], step: int, output: TickOutput) -> None:
+        tokens = [_input_token(entry, state, step) for entry, state in zip(batch.entries, states, strict=True)]
+        segments = [
+            Segment(state, row, 1, entry.position + step)
+            for row, (entry, state) in enumerate(zip(batch.entries, states, strict=True))
+        ]
+        if batch.layout is Layout.TENSOR:
+            hidden_BD = self._decoder.layers(
+                self._embed(tokens), range(len(self._spec.layers)), Layout.TENSOR, segments
+            )
+        else:
+            hidden_BD = self._layer_step(tokens, segments)
+        logits_BV = self._gathered_logits(hidden_BD)
+        if batch.logits and logits_BV is not None:
+            for row, segment in enumerate(segments):
+                data = logits_BV[row].cpu().numpy().tobytes()
+                output.logits.append(LogitRows(segment.state.request, segment.start, 1, data))
+        if not all(entry.forced for entry in batch.entries):
+            self._sample(states, logits_BV, output)
+
+    def _layer_step(self, tokens: Sequence[int], segments: list[Segment]) -> Tensor:
+        """One step in the layer layout: each stage in turn, its result made known to all."""
+        hidden_BD = self._embed(tokens)
+        for stage, layers in enumerate(self._placement.stages):
+            if not len(layers):
+                continue
+            if stage == self._rank:
+                hidden_BD = self._decoder.layers(hidden_BD, layers, Layout.LAYER, segments)
+            hidden_BD = self._links.tensor.broadcast(hidden_BD, root=stage)
+        return hidden_BD
+
+    def _wanted_rows(
+        self, chunk: Chunk, hidden_TD: Tensor | None, layout: Layout, rows: Sequence[int]
+    ) -> Tensor:
+        """Some of a chunk's last hidden rows, known to every rank: f32 [len(rows), D]."""
+        if hidden_TD is None:
+            wanted = torch.empty((len(rows), self._spec.hidden), dtype=torch.float32, device=self._device)
+        else:
+            wanted = hidden_TD[list(rows)].contiguous()
+        return wanted if layout is Layout.TENSOR else self._links.tensor.broadcast(wanted, root=self._last)
+
+    def _gathered_logits(self, hidden_TD: Tensor) -> Tensor | None:
+        """f32 [T, vocab] on the sampler's rank, None elsewhere."""
+        parts = self._links.tensor.gather(self._decoder.head(hidden_TD), root=self._last, widths=self._vocab_widths)
+        return None if parts is None else torch.cat(parts, dim=-1)
+
+    def _report_logits(self, chunk: Chunk, hidden_TD: Tensor, output: TickOutput) -> None:
+        step = max(1, HEAD_VALUES // self._spec.vocab)
+        for first in range(0, hidden_TD.shape[0], step):
+            logits_TV = self._gathered_logits(hidden_TD[first : first + step])
+            if logits_TV is not None:
+                data = logits_TV.cpu().numpy().tobytes()
+                output.logits.append(LogitRows(chunk.request, chunk.start + first, logits_TV.shape[0], data))
+
+    def _report_scores(self, chunk: Chunk, scored: list[int], hidden_TD: Tensor, output: TickOutput) -> None:
+        step = max(1, HEAD_VALUES // self._spec.vocab)
+        logprobs: list[float] = []
+        for first in range(0, len(scored), step):
+            logits_TV = self._gathered_logits(hidden_TD[first : first + step])
+            if logits_TV is not None:
+                targets = torch.tensor([chunk.targets[row] for row in scored[first : first + step]])
+                chosen = torch.log_softmax(logits_TV, dim=-1).cpu().gather(1, targets[:, None])
+                logprobs += chosen[:, 0].tolist()
+        if self._sampler is not None:
+            output.scores.append(Scores(chunk.request, chunk.start, tuple(logprobs)))
+
+    def _sample(self, states: list[RequestState], logits_BV: Tensor | None, output: TickOutput) -> None:
+        """The sampler's rank chooses; all ranks learn the ids, which are the next step's input."""
+        ids_B = torch.zeros(len(states), dtype=torch.int64)
+        if self._sampler is not None and logits_BV is not None:
+            chosen = [
+                self._sampler.choose(state.request, logits) for state, logits in zip(states, logits_BV, strict=True)
+            ]
+            output.tokens += chosen
+            ids_B = torch.tensor([max(0, token.token) for token in chosen], dtype=torch.int64)
+        ids_B = self._links.tensor.broadcast(ids_B, root=self._last)
+        now = time.monotonic()
+        for state, token in zip(states, ids_B.tolist(), strict=True):
+            state.last_token, state.sampled_at_seconds = token, now
+
+    def _embed(self, tokens: Sequence[int]) -> Tensor:
+        """Rows of the token embedding, gathered and dequantised from the mapped file: f32 [T, D]."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        rows = torch.from_numpy(self._files.gather_rows(self._spec.tensors["token_embd.weight"], ids))
+        rows = rows.to(self._device)
+        return rows * self._spec.embedding_scale if self._spec.embedding_scale != 1.0 else rows
+
+    def _segment(self, chunk: Chunk) -> Segment:
+        return Segment(self._requests[chunk.request], 0, len(chunk.tokens), chunk.start)
+
+
+def _input_token(entry: BatchEntry, state: RequestState, step: int) -> int:
+    return entry.forced[step] if entry.forced else state.last_token
+
+
+def finished_chunk(chunk_of_stage: Sequence[Chunk | None]) -> Chunk | None:
+    """The chunk that leaves the last stage in this tick, if it wants the head."""
+    chunk = chunk_of_stage[-1] if chunk_of_stage else None
+    return chunk if chunk is not None and (chunk.sample or chunk.logits or chunk.targets) else None
+
+

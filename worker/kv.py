@@ -1,0 +1,130 @@
+"""KV in bundles: one arena of equal slots a rank; a request's tables say which slot holds which bundle.
+
+Bundle (s, r) is one block of 64 tokens: [layer of stage s][KV head of rank r][K rows | V rows]. Views into the arena
+are made once; nothing is copied to change layout but the bundles that change rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..proto.ids import KvType, Rank
+from ..proto.kv import BLOCK_TOKENS, KvFormat
+from ..proto.model import ModelSpec
+from ..proto.placement import bundles
+from ..proto.placement.plan import Placement
+from .kernels.kv_rows import dequantize_q8_0, quantize_q8_0
+from .memory import MemoryLedger
+
+Bundle = tuple[int, int]  # (stage, part)
+
+_DTYPES = {KvType.F32: torch.float32, KvType.F16: torch.float16, KvType.BF16: torch.bfloat16, KvType.Q8_0: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Slots of one bundle, a block each; `first` is set where they follow one another, so that no index is needed."""
+
+    index: Tensor  # int64 [blocks]
+    first: int | None
+
+    @classmethod
+    def of(cls, slots: tuple[int, ...], device: torch.device) -> "SlotRun":
+        consecutive = bool(slots) and slots == tuple(range(slots[0], slots[0] + len(slots)))
+        index = torch.tensor(slots, dtype=torch.int64, device=device)
+        return cls(index, slots[0] if consecutive else None)
+
+    def blocks(self, slots_first: Tensor, count: int) -> Tensor:
+        """The first `count` blocks of a tensor indexed by slot."""
+        if self.first is not None:
+            return slots_first[self.first : self.first + count]
+        return slots_first[self.index[:count]]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One layer's keys and values inside every slot: raw rows [slots, heads, 64, row elements]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class KvStore:
+    """This rank's arena and the views of each bundle's layers in it."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, rank: Rank, kv_format: KvFormat, slots: int, dtype: torch.dtype,
+        device: torch.device, ledger: MemoryLedger,
+    ) -> None:
+        self._format, self._dtype = kv_format, dtype
+        slot_bytes = bundles.slot_bytes(spec, placement, rank, kv_format)
+        self.arena = ledger.allocate("kv", (slots, slot_bytes), torch.uint8, device)
+        held = {(stage, rank) for stage in range(placement.ranks)} | {(rank, part) for part in range(placement.ranks)}
+        self.bundle_bytes: dict[Bundle, int] = {}
+        self._regions: dict[tuple[Bundle, int], Region] = {}
+        for stage, part in held:
+            self.bundle_bytes[stage, part] = bundles.bundle_bytes(spec, placement, stage, part, kv_format)
+            for region in bundles.regions(spec, placement, stage, part, kv_format):
+                self._regions[(stage, part), region.layer] = self._region(region)
+
+    def _region(self, region: bundles.LayerRegion) -> Region:
+        head_bytes = BLOCK_TOKENS * (region.key_row_bytes + region.value_row_bytes)
+        values_first = region.first_byte + BLOCK_TOKENS * region.key_row_bytes
+        return Region(
+            keys=self._rows(self._format.key, region.first_byte, region.heads, head_bytes, region.key_row_bytes),
+            values=self._rows(self._format.value, values_first, region.heads, head_bytes, region.value_row_bytes),
+        )
+
+    def _rows(self, kv_type: KvType, first_byte: int, heads: int, head_bytes: int, bytes_a_row: int) -> Tensor:
+        typed = self.arena.view(_DTYPES[kv_type])
+        size = typed.element_size()
+        slots, slot_elements = typed.shape
+        shape = (slots, heads, BLOCK_TOKENS, bytes_a_row // size)
+        strides = (slot_elements, head_bytes // size, bytes_a_row // size, 1)
+        return typed.as_strided(shape, strides, first_byte // size)
+
+    def append(self, bundle: Bundle, layer: int, run: SlotRun, start: int, key_THK: Tensor, value_THV: Tensor) -> None:
+        """Store rows of consecutive positions from `start` on."""
+        region = self._regions[bundle, layer]
+        if key_THK.shape[0] == 1:
+            slot, row = run.index[start // BLOCK_TOKENS], start % BLOCK_TOKENS
+            region.keys[slot, :, row] = self._encode(self._format.key, key_THK[0])
+            region.values[slot, :, row] = self._encode(self._format.value, value_THV[0])
+            return
+        position = torch.arange(start, start + key_THK.shape[0], device=key_THK.device)
+        slot_T, row_T = run.index[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+        region.keys[slot_T, :, row_T] = self._encode(self._format.key, key_THK)
+        region.values[slot_T, :, row_T] = self._encode(self._format.value, value_THV)
+
+    def read(self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [first, length) in the compute type: ([H, n, K], [H, n, V])."""
+        region = self._regions[bundle, layer]
+        key_HLK = self._gather(self._format.key, region.keys, run, first, length)
+        return key_HLK, self._gather(self._format.value, region.values, run, first, length)
+
+    def _gather(self, kv_type: KvType, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
+        skipped = first // BLOCK_TOKENS
+        blocks = run.blocks(rows, -(-length // BLOCK_TOKENS))[skipped:]
+        raw = blocks.transpose(0, 1).flatten(1, 2)[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
+        return dequantize_q8_0(raw, self._dtype) if kv_type is KvType.Q8_0 else raw.to(self._dtype)
+
+    def _encode(self, kv_type: KvType, rows: Tensor) -> Tensor:
+        return quantize_q8_0(rows) if kv_type is KvType.Q8_0 else rows.to(_DTYPES[kv_type])
+
+    def raw_rows(self, bundle: Bundle, layer: int, run: SlotRun, tokens: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(head index, key rows, value rows) as stored, the first `tokens` positions in order."""
+        region = self._regions[bundle, layer]
+        count = -(-tokens // BLOCK_TOKENS)
+        keys, values = run.blocks(region.keys, count), run.blocks(region.values, count)
+        for head in range(keys.shape[1]):
+            yield head, keys[:, head].flatten(0, 1)[:tokens], values[:, head].flatten(0, 1)[:tokens]
+
+    def take_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int) -> Tensor:
+        """Whole bundles of blocks [first, end) as one flat uint8 tensor."""
+        return self.arena[run.index[first:end], : self.bundle_bytes[bundle]].flatten()
+
+    def put_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int, data: Tensor) -> None:
+        """The inverse of `take_blocks`."""
+        self.arena[run.index[first:end], : self.bundle_bytes[bundle]] = data.view(end - first, -1)

@@ -1,0 +1,219 @@
+"""The worker's loop: commands in log order, reports back. It decides nothing about requests."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from ..proto.channel import WorkerChannel
+from ..proto.commands import (
+    AbandonShift,
+    CommitShift,
+    HashKv,
+    LoadModel,
+    MeasureCosts,
+    OpenRequest,
+    PrepareShift,
+    Refuse,
+    ReportMemory,
+    RunTick,
+    Shutdown,
+    Welcome,
+)
+from ..proto.errors import ProtocolError
+from ..proto.ids import ComputeType, KvType, Layout, Rank
+from ..proto.kv import KvFormat
+from ..proto.placement import bundles, memory
+from ..proto.reports import AnyReport, LoadProgress, MemoryReported, ModelLoaded, TickFinished
+from .costs import faster_compute_type, measure
+from .engine import Engine, TickOutput, finished_chunk
+from .heartbeat import Progress
+from .kv import KvStore
+from .links.open import Links, open_links
+from .memory import MemoryLedger, anonymous_bytes
+from .model.decoder import Decoder
+from .requests import OpenRequests
+from .sampling import Sampler
+from .shift import Shifter
+from .weights.load import WeightLoader
+from .weights.mapped_file import MappedModel
+
+POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
+PROGRESS_SECONDS = 0.2  # between two load reports
+
+DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
+
+
+def run(
+    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, group: str
+) -> None:
+    """Serve commands until `Shutdown`."""
+    device = torch.device(device_name)
+    with torch.inference_mode(), ExitStack() as stack:
+        links = stack.enter_context(open_links(rank, world_size, device, group, local=True))
+        model: LoadedModel | None = None
+        while True:
+            command = channel.receive(POLL_SECONDS)
+            match command:
+                case None | Welcome():
+                    continue
+                case Shutdown():
+                    return
+                case LoadModel():
+                    model = stack.enter_context(loaded_model(command, Rank(rank), links, device, channel))
+                case Refuse():
+                    raise ProtocolError(f"refused by the coordinator: {command.reason}")
+                case _ if model is None:
+                    raise ProtocolError(f"{type(command).__name__} came before LoadModel")
+                case _:
+                    report = model.handle(command)
+                    if isinstance(report, TickFinished):
+                        progress.sequence = report.sequence
+                    if report is not None:
+                        channel.send(report)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A loaded model and all that runs it."""
+
+    load: LoadModel
+    rank: Rank
+    links: Links
+    kv: KvStore
+    decoder: Decoder
+    engine: Engine
+    shifter: Shifter
+    requests: OpenRequests
+    sampler: Sampler | None
+    ledger: MemoryLedger
+    planned_bytes: int
+    device: torch.device
+
+    def handle(
+        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory"
+        " | MeasureCosts",
+    ) -> AnyReport | None:
+        """Run one command; what it is answered with."""
+        match command:
+            case RunTick():
+                return self._run_tick(command)
+            case OpenRequest():
+                self.requests.open(command.request, command.layout, command.table)
+                if self.sampler is not None:
+                    self.sampler.open(command.request, command.sampling, command.prompt)
+                return None
+            case PrepareShift():
+                return self.shifter.prepare(command)
+            case CommitShift():
+                return self.shifter.commit(command)
+            case AbandonShift():
+                self.shifter.abandon(self.requests[command.request])
+                return None
+            case HashKv():
+                return self.shifter.hash_kv(command)
+            case ReportMemory():
+                return MemoryReported(self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes())
+            case MeasureCosts():
+                spec, placement = self.load.spec, self.load.placement
+                return measure(command, spec, placement, self.rank, self.decoder, self.kv, self.device)
+            case _:
+                assert_never(command)
+
+    def _run_tick(self, tick: RunTick) -> TickFinished:
+        output = TickOutput()
+        moves = self.shifter.start_moves(tick.moves)
+        self.engine.post_receive(tick.chunk_of_stage)
+        self._run_chunks(tick, output)
+        for batch in tick.decode:
+            self.engine.decode(batch, output)
+        moves.finish()
+        for request in tick.frees:
+            self.requests.close(request)
+            if self.sampler is not None:
+                self.sampler.close(request)
+        return TickFinished(
+            self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
+            tuple(output.tokens), tuple(output.logits), tuple(output.scores),
+        )
+
+    def _run_chunks(self, tick: RunTick, output: TickOutput) -> None:
+        hidden_TD: Tensor | None = None
+        if tick.chunk_of_stage and (mine := tick.chunk_of_stage[self.rank]) is not None:
+            hidden_TD = self.engine.stage_chunk(mine, output)
+        if (leaving := finished_chunk(tick.chunk_of_stage)) is not None:
+            is_last = self.rank == self.load.placement.ranks - 1
+            self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)
+        if tick.tensor_chunk is not None:
+            hidden_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
+            self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
+
+
+@contextmanager
+def loaded_model(
+    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel
+) -> Iterator[LoadedModel]:
+    """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
+    started = time.monotonic()
+    spec, placement = command.spec, command.placement
+    compute_type = _compute_type(command, rank, links)
+    dtype = DTYPES[compute_type]
+    kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
+    ledger = MemoryLedger()
+    weight_bytes = memory.weight_bytes(spec, placement, rank, dtype.itemsize)
+    kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
+    files = MappedModel(spec)
+    note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
+    weights = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add).load()
+    kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], dtype, device, ledger)
+    requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
+    stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
+    decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
+    sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
+    channel.send(
+        ModelLoaded(
+            rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],
+            ledger.held_bytes["kv"],
+        )
+    )
+    try:
+        yield LoadedModel(
+            load=command, rank=rank, links=links, kv=kv, decoder=decoder,
+            engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device),
+            shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
+            planned_bytes=weight_bytes + kv_bytes, device=device,
+        )
+    finally:
+        files.close()
+
+
+def _compute_type(command: LoadModel, rank: Rank, links: Links) -> ComputeType:
+    """The type asked for, or what rank 0 finds faster: all ranks take the same."""
+    if command.compute_type is not None:
+        return command.compute_type
+    kinds = list(ComputeType)
+    choice = 0
+    if rank == 0:
+        feed_forward = max(layer.feed_forward for layer in command.spec.layers)
+        choice = kinds.index(faster_compute_type(command.spec.hidden, feed_forward))
+    return kinds[int(links.tensor.broadcast(torch.tensor([choice]), root=0).item())]
+
+
+class _LoadNotes:
+    """Sends `LoadProgress` now and then while files are read."""
+
+    def __init__(self, channel: WorkerChannel, rank: Rank, total_bytes: int) -> None:
+        self._channel, self._rank, self._total_bytes = channel, rank, total_bytes
+        self._done_bytes, self._sent_at = 0, time.monotonic()
+
+    def add(self, byte_count: int) -> None:
+        self._done_bytes += byte_count
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
+            self._sent_at = time.monotonic()
+            self._channel.send(LoadProgress(self._rank, min(self._done_bytes, self._total_bytes), self._total_bytes))
+
+

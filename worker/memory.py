@@ -1,0 +1,40 @@
+"""Tracked allocations: what this rank was planned to hold, and what it holds at its peak."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class MemoryLedger:
+    """Sums the bytes of every long-lived tensor, by purpose."""
+
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    def allocate(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor whose bytes count under `purpose`."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.track(purpose, tensor.numel() * tensor.element_size())
+        return tensor
+
+    def track(self, purpose: str, byte_count: int) -> None:
+        self.held_bytes[purpose] = self.held_bytes.get(purpose, 0) + byte_count
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.held_bytes.values())
+
+
+def anonymous_bytes() -> int:
+    """The process's anonymous memory (RssAnon), 0 where /proc does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0
