@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM as one thing: a `SystemExit` that unwinds the open launches, with the shell's exit code."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise `SystemExit(128 + number)` in here: 130, 143, 129. Main thread only."""
+    before = {number: signal.signal(number, _exit) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """For bounded clean-up, which a second Ctrl-C must not cut short. Off the main thread it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

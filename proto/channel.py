@@ -1,0 +1,258 @@
+"""The control plane's sockets: the only place that knows zmq.
+
+One ROUTER at the coordinator, two DEALERs a worker: one for the loop, one for the heartbeat thread (zmq sockets are
+not thread safe, so a thread that speaks has a connection of its own). Frames are [sequence number, payload], with
+the peer's identity in front on the ROUTER. Each connection counts its own messages in each direction from 0; a gap
+or a duplicate is a `ProtocolError`. A peer that reconnects is therefore a new peer: lost messages never go unseen.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from types import TracebackType
+from typing import NewType, Self
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .codec import MAX_FRAME_BYTES, decode_command, decode_report, encode
+from .commands import AnyCommand, Refuse
+from .errors import InputError, ProtocolError
+from .ids import Rank
+from .reports import AnyReport
+
+LINGER_SECONDS = 1.0  # how long closing waits for messages still on their way out
+SEND_TIMEOUT_SECONDS = 5.0  # how long a send waits for room in the queue of a peer that does not read
+QUEUED_MESSAGES = 10_000  # a peer and direction; ticks are credited, so a healthy peer never comes near
+MAX_STRANGERS = 1_024  # connections that are heard but not admitted (heartbeats, and whoever else knocks)
+
+Peer = NewType("Peer", bytes)  # one connection, as the ROUTER names it
+
+_SEQUENCE = struct.Struct("<Q")
+
+
+class PeerGoneError(ProtocolError):
+    """A message could not be handed to a rank: not connected any more, or it has stopped reading."""
+
+    def __init__(self, rank: Rank, message: str) -> None:
+        super().__init__(f"rank {rank} {message}")
+        self.rank = rank
+
+
+class PeerFaultError(ProtocolError):
+    """An admitted rank sent what it must not: a bad frame, or one out of order."""
+
+    def __init__(self, rank: Rank, message: str) -> None:
+        super().__init__(f"rank {rank} sent a bad message: {message}")
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A report and its connection; `rank` is None until the connection was admitted."""
+
+    peer: Peer
+    rank: Rank | None
+    report: AnyReport
+
+
+class _Channel:
+    """A socket in a context of its own, closed with a bounded linger."""
+
+    def __init__(self, kind: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, int(LINGER_SECONDS * 1000))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_SECONDS * 1000))
+        # A host that vanished is noticed by the kernel; a stopped process still answers these, as it should.
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+    def close(self) -> None:
+        """Close, waiting at most `LINGER_SECONDS` for what is still to be sent. May be called twice."""
+        self._context.destroy(linger=int(LINGER_SECONDS * 1000))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CoordinatorChannel(_Channel):
+    """The coordinator's end. For one thread only.
+
+    A connection begins as a stranger: what it sends wrongly is answered by a `Refuse` and forgotten. Once `admit`ted
+    as a rank, a wrong message raises `PeerFaultError`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._peer_of_rank: dict[Rank, Peer] = {}
+        self._rank_of_peer: dict[Peer, Rank] = {}
+        self._next_in: dict[Peer, int] = {}
+        self._next_out: dict[Peer, int] = {}
+        self.address = ""
+
+    @classmethod
+    def bind(cls, host: str = "127.0.0.1") -> Self:
+        """Listen on a free port of a loopback address; `address` then says where.
+
+        The port is chosen by the kernel while binding, so two launches never race for one.
+        """
+        if not ip_address(host).is_loopback:
+            raise InputError(f"{host} is not a loopback address: messages here are neither secret nor signed")
+        channel = cls()
+        try:
+            channel._socket.bind(f"tcp://{host}:*")
+            channel.address = channel._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError as error:
+            channel.close()
+            raise InputError(f"cannot listen on {host}: {error}") from error
+        return channel
+
+    def receive(self, timeout_seconds: float, wake: Sequence[int] = ()) -> Incoming | None:
+        """The next report, or None after `timeout_seconds` or when a file descriptor of `wake` became readable.
+
+        A bad frame from a stranger also gives None: callers loop to their own deadline.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for descriptor in wake:
+            poller.register(descriptor, zmq.POLLIN)
+        ready = dict(poller.poll(max(0, round(timeout_seconds * 1000))))
+        if self._socket not in ready:
+            return None
+        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        return self._incoming(Peer(peer), frames)
+
+    def admit(self, peer: Peer, rank: Rank) -> None:
+        """From now on this connection speaks for `rank`, and `send` reaches it."""
+        if rank in self._peer_of_rank or peer in self._rank_of_peer:
+            raise ProtocolError(f"rank {rank} or its connection is already admitted")
+        self._peer_of_rank[rank] = peer
+        self._rank_of_peer[peer] = rank
+
+    def refuse(self, peer: Peer, reason: str) -> None:
+        """Tell a stranger why it is not let in, if it still listens, and forget it."""
+        try:
+            self._send(peer, Refuse(reason), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass  # it has gone, or does not read: nobody is left to tell
+        self._next_in.pop(peer, None)
+        self._next_out.pop(peer, None)
+
+    def send(self, rank: Rank, command: AnyCommand) -> None:
+        """Queue a command for an admitted rank. Raises `PeerGoneError`."""
+        try:
+            self._send(self._peer_of_rank[rank], command, 0)
+        except zmq.Again as error:
+            raise PeerGoneError(rank, "has stopped reading its commands") from error
+        except zmq.ZMQError as error:
+            raise PeerGoneError(rank, f"is not connected any more ({error})") from error
+
+    def _send(self, peer: Peer, command: AnyCommand, flags: int) -> None:
+        sequence = self._next_out.get(peer, 0)
+        self._socket.send_multipart([peer, _SEQUENCE.pack(sequence), encode(command)], flags)
+        self._next_out[peer] = sequence + 1
+
+    def _incoming(self, peer: Peer, frames: list[bytes]) -> Incoming | None:
+        rank = self._rank_of_peer.get(peer)
+        try:
+            report = decode_report(_payload(frames, self._next_in.get(peer, 0)))
+            if rank is not None and report.rank != rank:
+                raise ProtocolError(f"it speaks for rank {report.rank}")
+        except ProtocolError as error:
+            if rank is not None:
+                raise PeerFaultError(rank, str(error)) from error
+            self.refuse(peer, str(error))
+            return None
+        self._count(peer)
+        return Incoming(peer, rank, report)
+
+    def _count(self, peer: Peer) -> None:
+        self._next_in[peer] = self._next_in.get(peer, 0) + 1
+        if len(self._next_in) > MAX_STRANGERS + len(self._rank_of_peer):
+            oldest = next(known for known in self._next_in if known not in self._rank_of_peer)
+            self._next_in.pop(oldest)
+            self._next_out.pop(oldest, None)
+
+
+class WorkerChannel(_Channel):
+    """A worker's end. For one thread only: the heartbeat thread opens its own."""
+
+    def __init__(self) -> None:
+        super().__init__(zmq.DEALER)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)  # milliseconds; the coordinator may start after us
+        self._next_in = 0
+        self._next_out = 0
+
+    @classmethod
+    def connect(cls, address: str) -> Self:
+        """Start connecting to `tcp://host:port`; never waits. `InputError` when the address makes no sense."""
+        channel = cls()
+        try:
+            channel._socket.connect(address)
+        except zmq.ZMQError as error:
+            channel.close()
+            raise InputError(f"cannot connect to {address!r}: {error}") from error
+        return channel
+
+    def watch_connection(self) -> "ConnectionWatch":
+        """A watch for another thread to tell when the coordinator is gone. Close it before the channel."""
+        return ConnectionWatch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+
+    def receive(self, timeout_seconds: float) -> AnyCommand | None:
+        """The next command, or None after `timeout_seconds`. Raises `ProtocolError` on a bad or lost frame."""
+        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
+            return None
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        command = decode_command(_payload(frames, self._next_in))
+        self._next_in += 1
+        return command
+
+    def send(self, report: AnyReport) -> None:
+        """Queue a report. Raises `ProtocolError` when the coordinator has stopped reading."""
+        try:
+            self._socket.send_multipart([_SEQUENCE.pack(self._next_out), encode(report)])
+        except zmq.Again as error:
+            raise ProtocolError("the coordinator has stopped reading reports") from error
+        self._next_out += 1
+
+
+class ConnectionWatch:
+    """Tells whether a worker's connection broke after it stood. For one thread, not the channel's."""
+
+    def __init__(self, events: "zmq.Socket[bytes]") -> None:
+        self._events = events
+
+    def is_lost(self, timeout_seconds: float) -> bool:
+        """True as soon as the connection breaks; False after `timeout_seconds` without that."""
+        if not self._events.poll(max(0, round(timeout_seconds * 1000))):
+            return False
+        event = recv_monitor_message(self._events)
+        return bool(event["event"] == zmq.EVENT_DISCONNECTED)
+
+    def close(self) -> None:
+        self._events.close(linger=0)
+
+
+def _payload(frames: list[bytes], expected_sequence: int) -> bytes:
+    if len(frames) != 2:
+        raise ProtocolError(f"a message has 2 frames (sequence number, payload), not {len(frames)}")
+    number, payload = frames
+    if len(number) != _SEQUENCE.size:
+        raise ProtocolError(f"a sequence number has {_SEQUENCE.size} bytes, not {len(number)}")
+    (sequence,) = _SEQUENCE.unpack(number)
+    if sequence != expected_sequence:
+        raise ProtocolError(f"message {sequence} came where {expected_sequence} was due")
+    return payload

@@ -1,0 +1,180 @@
+"""A worker process: `torchrun --nproc-per-node S -m gearshift.worker --coordinator tcp://127.0.0.1:PORT`.
+
+Rank, local rank and world size come from torchrun's environment. Nothing here depends on who started torchrun.
+Torch is imported late, after the process has been tied to its parent and to the coordinator.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..proto.channel import WorkerChannel
+from ..proto.codec import PROTOCOL_VERSION
+from ..proto.commands import Refuse, Welcome
+from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerLostError
+from ..proto.ids import Rank
+from ..proto.processes import die_with_parent
+from ..proto.reports import Hello, WorkerFailed
+from .heartbeat import HeartbeatThread, Progress
+from .lifeline import Lifeline
+
+WELCOME_TIMEOUT_SECONDS = 60.0
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+MainLoop: TypeAlias = Callable[[WorkerChannel, int, int, str, Progress, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where torchrun put this process."""
+
+    rank: Rank
+    local_rank: int
+    local_world_size: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`name` as torch takes it ("cpu", "cuda:1"); `description` for people."""
+
+    name: str
+    description: str
+    torch_version: str
+
+
+FindDevice: TypeAlias = Callable[[str, WorkerPlace], Device]
+
+
+def main() -> int:
+    """The real worker; the exit code."""
+    return worker_process(main_loop=_run_loop, find_device=_find_device)
+
+
+def worker_process(
+    *, main_loop: MainLoop, find_device: FindDevice, arguments: Sequence[str] | None = None
+) -> int:
+    """Join the coordinator and run `main_loop` until it returns.
+
+    Exit codes: 0 after `Shutdown`, 2 for what the user can mend (a `Refuse` included), else 1.
+    """
+    options = _parse(arguments)
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the coordinator decides
+    _set_threads(options.threads)
+    try:
+        place = _place()
+        with WorkerChannel.connect(options.coordinator) as channel, Lifeline(channel):
+            device = find_device(options.device, place)
+            _shake_hands(channel, _hello(place, options.group, device))
+            progress = Progress()
+            with HeartbeatThread(options.coordinator, place.rank, progress):
+                return _run(main_loop, channel, place, device, progress, options.group)
+    except GearshiftError as error:
+        print(f"gearshift worker: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def _run(
+    main_loop: MainLoop,
+    channel: WorkerChannel,
+    place: WorkerPlace,
+    device: Device,
+    progress: Progress,
+    group: str,
+) -> int:
+    """The loop, and the one place where all of a worker's errors are caught: reported, then its end."""
+    try:
+        main_loop(channel, place.rank, place.world_size, device.name, progress, group)
+    except Exception as error:
+        trace = traceback.format_exc()
+        print(trace, file=sys.stderr)
+        user_error = isinstance(error, InputError)
+        name = type(error).__name__
+        channel.send(WorkerFailed(place.rank, name, str(error), trace, user_error=user_error))
+        return 2 if user_error else 1
+    return 0
+
+
+def _shake_hands(channel: WorkerChannel, hello: Hello) -> None:
+    channel.send(hello)
+    answer = channel.receive(WELCOME_TIMEOUT_SECONDS)
+    match answer:
+        case Welcome():
+            return
+        case Refuse(reason=reason):
+            raise InputError(f"rank {hello.rank} was refused by the coordinator: {reason}")
+        case None:
+            raise WorkerLostError(f"the coordinator did not answer within {WELCOME_TIMEOUT_SECONDS:g} s")
+        case _:
+            raise ProtocolError(f"the coordinator answered Hello by {type(answer).__name__}")
+
+
+def _hello(place: WorkerPlace, group: str, device: Device) -> Hello:
+    return Hello(
+        rank=place.rank,
+        protocol=PROTOCOL_VERSION,
+        group=group,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        device=device.description,
+        torch_version=device.torch_version,
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gearshift.worker", description="One Gearshift worker, under torchrun.")
+    parser.add_argument("--coordinator", required=True, help="where the coordinator listens: tcp://HOST:PORT")
+    parser.add_argument("--group", default="", help="the launch's token; must equal the coordinator's")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: as the environment says")
+    parser.add_argument("--parent-pid", type=int, default=None, help="end at once unless this is our parent")
+    return parser.parse_args(arguments)
+
+
+def _place() -> WorkerPlace:
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    try:
+        rank, local_rank, local_world_size, world_size = (int(os.environ[name]) for name in names)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"a worker is started by torchrun, which sets {', '.join(names)}: {error}") from error
+    return WorkerPlace(Rank(rank), local_rank, local_world_size, world_size)
+
+
+def _set_threads(threads: int | None) -> None:
+    """Before torch is imported: its thread pools read the environment once."""
+    if threads is not None:
+        for name in THREAD_VARIABLES:
+            os.environ[name] = str(threads)
+
+
+def _find_device(wanted: str, place: WorkerPlace) -> Device:
+    import torch  # late: see the module's docstring
+
+    usable = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if usable >= place.local_world_size:
+        name = f"cuda:{place.local_rank}"
+        return Device(name, torch.cuda.get_device_name(place.local_rank), torch.__version__)
+    if wanted == "cuda":
+        raise InputError(f"{place.local_world_size} workers need as many CUDA devices; torch sees {usable}")
+    return Device("cpu", "cpu", torch.__version__)
+
+
+def _run_loop(
+    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, group: str
+) -> None:
+    from . import loop  # late: it imports torch
+
+    loop.run(channel, rank, world_size, device_name, progress, group)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
