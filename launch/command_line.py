@@ -39,7 +39,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks (or set GEARSHIFT_DEBUG=1).")
@@ -63,7 +64,8 @@ def run_command(words: Sequence[str]) -> int:
             _complain("interrupted")
         return result if isinstance(result, int) else 0
     except typer.TyperException as error:
-        _complain(f"{error.format_message()} (see gearshift --help)")
+        if message := error.format_message():  # empty where typer has shown the help instead
+            _complain(f"{message} (see gearshift --help)")
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
@@ -87,11 +89,17 @@ def _explain(error: Exception, words: Sequence[str], message: str) -> None:
 
 
 def _debug_wanted(words: Sequence[str]) -> bool:
-    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
+    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in (
+        "",
+        "0",
+        "false",
+        "no",
+        "off",
+    )
 
 
 def _complain(message: str) -> None:
-    print(f"gearshift: {' '.join(message.split())}", file=sys.stderr)
+    print(f"gearshift: {message}", file=sys.stderr)
 
 
 def _leave_quietly() -> int:

@@ -1,4 +1,4 @@
-"""What a person reads: stderr, so that stdout carries answers alone. rich is imported when first needed."""
+"""What a person reads: mostly on stderr, so that stdout carries answers alone. rich is imported when needed."""
 
 import sys
 from functools import cache
@@ -8,12 +8,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+WIDTH_WITHOUT_TERMINAL = 120  # columns; rich would take 80 and fold the tables
+
+
 @cache
 def stderr_console() -> "Console":
     """The terminal (or file) behind stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return Console(
+        stderr=True, highlight=False, width=None if sys.stderr.isatty() else WIDTH_WITHOUT_TERMINAL
+    )
+
+
+@cache
+def stdout_console() -> "Console":
+    """For commands whose answer is a table."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 
 
 def note(text: str) -> None:

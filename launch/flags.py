@@ -12,13 +12,20 @@ OUTPUT = "Output"
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A GGUF file, the first shard of a split one, or `demo`.", show_default=False),
+    typer.Argument(
+        metavar="MODEL", help="A GGUF file, the first shard of a split one, or `demo`.", show_default=False
+    ),
 ]
 
 Workers = Annotated[
-    int, typer.Option("--workers", metavar="S", min=1, max=64, help="Worker processes, one a device.", rich_help_panel=GROUP)
+    int,
+    typer.Option(
+        "--workers", metavar="S", min=1, max=64, help="Worker processes, one a device.", rich_help_panel=GROUP
+    ),
 ]
-DeviceFlag = Annotated[Device, typer.Option("--device", help="Where the workers compute.", rich_help_panel=GROUP)]
+DeviceFlag = Annotated[
+    Device, typer.Option("--device", help="Where the workers compute.", rich_help_panel=GROUP)
+]
 Prefill = Annotated[
     str,
     typer.Option(
@@ -30,7 +37,9 @@ Prefill = Annotated[
 ]
 Decode = Annotated[
     str,
-    typer.Option("--decode", metavar="auto|layer|tensor", help="Layout that writes the answer.", rich_help_panel=GROUP),
+    typer.Option(
+        "--decode", metavar="auto|layer|tensor", help="Layout that writes the answer.", rich_help_panel=GROUP
+    ),
 ]
 ChunkRule = Annotated[
     str,
@@ -43,7 +52,9 @@ ChunkRule = Annotated[
 ]
 MaxChunk = Annotated[
     int | None,
-    typer.Option("--max-chunk", metavar="N", min=1, help="Longest chunk the buffers take.", rich_help_panel=GROUP),
+    typer.Option(
+        "--max-chunk", metavar="N", min=1, help="Longest chunk the buffers take.", rich_help_panel=GROUP
+    ),
 ]
 Context = Annotated[
     int | None,
@@ -58,16 +69,26 @@ Context = Annotated[
 ]
 LayerSplit = Annotated[
     str | None,
-    typer.Option("--layer-split", metavar="N,..", help="Cut points between stages: 12,24,36.", rich_help_panel=GROUP),
+    typer.Option(
+        "--layer-split", metavar="N,..", help="Cut points between stages: 12,24,36.", rich_help_panel=GROUP
+    ),
 ]
 LayerShare = Annotated[
     str | None,
-    typer.Option("--layer-share", metavar="X,..", help="Share of the layers each stage owns: 3,1.", rich_help_panel=GROUP),
+    typer.Option(
+        "--layer-share",
+        metavar="X,..",
+        help="Share of the layers each stage owns: 3,1.",
+        rich_help_panel=GROUP,
+    ),
 ]
 TensorShare = Annotated[
     str | None,
     typer.Option(
-        "--tensor-share", metavar="X,..", help="Share of every layer each worker owns: 3,1.", rich_help_panel=GROUP
+        "--tensor-share",
+        metavar="X,..",
+        help="Share of every layer each worker owns: 3,1.",
+        rich_help_panel=GROUP,
     ),
 ]
 ComputeTypeFlag = Annotated[
@@ -98,15 +119,22 @@ Threads = Annotated[
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        "-n", "--max-tokens", metavar="N", min=0, help="Tokens to write; 0: none. Left out: to the context's end."
+        "-n",
+        "--max-tokens",
+        metavar="N",
+        min=0,
+        help="Tokens to write; 0: none. Left out: to the context's end.",
     ),
 ]
-Prompt = Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, taken as it stands.")]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, taken as it stands.")
+]
 PromptFile = Annotated[
     str | None, typer.Option("--file", "-f", metavar="FILE", help="A UTF-8 file; `-` is standard input.")
 ]
 TokensFile = Annotated[
-    str | None, typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids; no BOS is added.")
+    str | None,
+    typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids; no BOS is added."),
 ]
 
 Temperature = Annotated[
@@ -118,31 +146,57 @@ MinP = Annotated[float, typer.Option("--min-p", metavar="X", help="0: off.", ric
 RepeatPenalty = Annotated[
     float,
     typer.Option(
-        "--repeat-penalty", "--repetition-penalty", metavar="X", help="1: off. Sees the whole prompt.", rich_help_panel=SAMPLING
+        "--repeat-penalty",
+        "--repetition-penalty",
+        metavar="X",
+        help="1: off. Sees the whole prompt.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 RepeatLastN = Annotated[
     int,
-    typer.Option("--repeat-last-n", metavar="N", help="Tokens that the penalties look at; -1: all.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--repeat-last-n",
+        metavar="N",
+        help="Tokens that the penalties look at; -1: all.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="X", rich_help_panel=SAMPLING)]
-FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", metavar="X", rich_help_panel=SAMPLING)]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", metavar="X", rich_help_panel=SAMPLING)
+]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; repeatable.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=BIAS",
+        help="Added to a token's logit; repeatable.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="-1: a random one.", rich_help_panel=SAMPLING)]
 Logprobs = Annotated[
-    int, typer.Option("--logprobs", metavar="N", help="Likeliest tokens told for each step (--json).", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        "--logprobs",
+        metavar="N",
+        help="Likeliest tokens told for each step (--json).",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer before this text; repeatable.")
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Ends the answer before this text; repeatable."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end-of-text token.")]
 VerifyShift = Annotated[
     bool,
-    typer.Option("--verify-shift", help="Hash keys and values before and after the shift.", rich_help_panel=GROUP),
+    typer.Option(
+        "--verify-shift", help="Hash keys and values before and after the shift.", rich_help_panel=GROUP
+    ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT)
+    bool,
+    typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),
 ]

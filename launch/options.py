@@ -76,30 +76,20 @@ def parse_kv_format(flag: str, text: str) -> KvFormat | None:
         return None
     types = [_choice(flag, word.strip(), tuple(KvType)) for word in text.split(",")]
     if len(types) > 2:
-        raise InputError(f"{flag} takes one type, or one for keys and one for values, not {len(types)}: {text!r}")
+        raise InputError(
+            f"{flag} takes one type, or one for keys and one for values, not {len(types)}: {text!r}"
+        )
     return KvFormat(key=types[0], value=types[-1])
 
 
-def parse_cut_points(flag: str, text: str | None, workers: int) -> tuple[int, ...] | None:
-    """`12,24,36` are three cuts for four workers; whether they fit the model is for the placement to say."""
-    if text is None:
-        return None
-    cuts = _numbers(flag, text, int, "whole numbers, as in 12,24,36")
-    if len(cuts) != workers - 1:
-        raise InputError(f"{flag} needs {workers - 1} cut points for {workers} workers, not {len(cuts)}: {text!r}")
-    return cuts
+def parse_cut_points(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """`12,24,36` are three cuts for four workers; whether they fit is for the placement to say."""
+    return None if text is None else _numbers(flag, text, int, "whole numbers, as in 12,24,36")
 
 
-def parse_shares(flag: str, text: str | None, workers: int) -> tuple[float, ...] | None:
-    """`3,1` or `0.75,0.25`: one number a worker, of any scale; they are used in proportion to their sum."""
-    if text is None:
-        return None
-    shares = _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
-    if len(shares) != workers:
-        raise InputError(f"{flag} needs {workers} numbers, one a worker, not {len(shares)}: {text!r}")
-    if not all(isfinite(share) and share >= 0.0 for share in shares) or sum(shares) <= 0.0:
-        raise InputError(f"{flag} takes finite numbers of 0 or more with a sum above 0, not {text!r}")
-    return shares
+def parse_shares(flag: str, text: str | None) -> tuple[float, ...] | None:
+    """`3,1` or `0.75,0.25`: one number a worker; whether they fit is for the placement to say."""
+    return None if text is None else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
 
 
 def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:

@@ -1,0 +1,4 @@
+EXAMPLES = ""
+
+
+def logits() -> None: ...

@@ -1,0 +1,4 @@
+EXAMPLES = ""
+
+
+def perplexity() -> None: ...

@@ -1,0 +1,38 @@
+"""`gearshift tokenize`: a text as the ids of a model's tokenizer. Starts no worker."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from .. import flags
+from ..prompts import read_prompt_text
+
+EXAMPLES = """\
+gearshift tokenize demo -p "Hello, world"
+
+gearshift tokenize demo -f text.txt --json
+
+echo -n "<|im_start|>" | gearshift tokenize demo -f - --no-special
+"""
+
+NoSpecial = Annotated[bool, typer.Option("--no-special", help="Text of control tokens stays text.")]
+NoBos = Annotated[bool, typer.Option("--no-bos", help="Put no begin-of-text token in front.")]
+
+
+def tokenize(
+    model: flags.Model,
+    prompt: flags.Prompt = None,
+    file: flags.PromptFile = None,
+    no_special: NoSpecial = False,
+    no_bos: NoBos = False,
+    as_json: flags.Json = False,
+) -> None:
+    """Show the token ids of a text; BOS comes first where the model's file asks for it."""
+    from ...coordinator.model_files import resolve_model
+    from ...coordinator.tokenizer import build_tokenizer
+
+    text = read_prompt_text(prompt, file)
+    tokenizer = build_tokenizer(resolve_model(model).metadata)
+    ids = tokenizer.encode(text, special=not no_special, bos=not no_bos)
+    print(json.dumps({"ids": list(ids)}) if as_json else " ".join(map(str, ids)))
