@@ -1,0 +1,133 @@
+"""Makes a `Placement`: stages of layers, and the parts of every layer and of the head."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import ceil
+
+from ..errors import InputError, UnsupportedModelError
+from ..model import ModelSpec, TensorInfo
+from ..ranges import ColumnRange, HeadRange, LayerRange, VocabRange
+from .plan import LayerCut, PartCut, Placement
+from .quant_blocks import block_columns, file_bytes
+from .shares import Grid, Shares, aligned_unit, apportion, boundaries, normalise
+
+ALIGNED_COLUMNS = (32, 8)  # preferred units of float feed-forward widths, in elements
+ALIGNED_ROWS = (64, 32, 8)  # preferred units of the vocab
+
+
+def place(
+    spec: ModelSpec,
+    ranks: int,
+    *,
+    layer_cuts: tuple[int, ...] | None = None,
+    layer_shares: tuple[float, ...] | None = None,
+    tensor_shares: tuple[float, ...] | None = None,
+) -> Placement:
+    """Where a model lies on `ranks` workers.
+
+    Stages follow `layer_cuts` (first layer of every stage but the first), or `layer_shares`, or are equal; parts
+    follow `tensor_shares` or are equal. Shares are ratios. Stages and parts may be empty. Raises `InputError` that
+    names the bad value, `UnsupportedModelError` for a layer that cannot be cut.
+    """
+    if ranks < 1:
+        raise InputError(f"at least one worker is needed, not {ranks}")
+    if layer_cuts is not None and layer_shares is not None:
+        raise InputError("give layer cut points or layer shares, not both")
+    layers = len(spec.layers)
+    if layer_cuts is not None:
+        ends = (*_checked_cuts(layer_cuts, ranks, layers), layers)
+    else:
+        ends = boundaries(layers, normalise(layer_shares, ranks, "layer"))
+    shares = normalise(tensor_shares, ranks, "tensor")
+    rows = aligned_unit(spec.vocab, shares, ALIGNED_ROWS)
+    return Placement(
+        stages=tuple(LayerRange(first, end) for first, end in pairwise((0, *ends))),
+        layers=_layer_cuts(spec, shares),
+        vocab=tuple(VocabRange(*run) for run in pairwise((0, *boundaries(spec.vocab, shares, rows)))),
+    )
+
+
+def _checked_cuts(cuts: tuple[int, ...], ranks: int, layers: int) -> tuple[int, ...]:
+    shown = ",".join(map(str, cuts))
+    if len(cuts) != ranks - 1:
+        raise InputError(f"layer split {shown}: {ranks} workers need {ranks - 1} cut points, not {len(cuts)}")
+    for cut in cuts:
+        if not 0 <= cut <= layers:
+            raise InputError(f"layer split {shown}: {cut} is not within the model's 0 to {layers} layers")
+    for before, cut in pairwise(cuts):
+        if cut <= before:
+            fault = "is given twice" if cut == before else f"comes after {before}"
+            raise InputError(f"layer split {shown}: {cut} {fault}; cut points must rise")
+    return cuts
+
+
+def _layer_cuts(spec: ModelSpec, shares: Shares) -> tuple[LayerCut, ...]:
+    heads = [_head_grid(spec, layer, shares) for layer in range(len(spec.layers))]
+    columns = [_feed_forward_grid(spec, layer, shares) for layer in range(len(spec.layers))]
+    head_units, column_units = apportion(heads, shares), apportion(columns, shares)
+    cuts = []
+    for layer, facts in enumerate(spec.layers):
+        queries = [HeadRange(*run) for run in _runs(head_units[layer], heads[layer].unit_width)]
+        feed_forward = [ColumnRange(*run) for run in _runs(column_units[layer], columns[layer].unit_width)]
+        group = facts.query_heads // max(1, facts.kv_heads)
+        parts = zip(queries, feed_forward, strict=True)
+        cuts.append(LayerCut(tuple(PartCut(query, _cover(query, group), run) for query, run in parts)))
+    return tuple(cuts)
+
+
+def _runs(units: Sequence[int], unit_width: int) -> list[tuple[int, int]]:
+    return [(first * unit_width, end * unit_width) for first, end in pairwise((0, *accumulate(units)))]
+
+
+def _cover(query: HeadRange, group: int) -> HeadRange:
+    """The KV heads that these query heads read."""
+    return HeadRange(query.first // group, -(-query.end // group)) if len(query) else HeadRange(0, 0)
+
+
+def _head_grid(spec: ModelSpec, layer: int, shares: Shares) -> Grid:
+    facts = spec.layers[layer]
+    if facts.query_heads % max(1, facts.kv_heads) or (facts.query_heads and not facts.kv_heads):
+        raise UnsupportedModelError(
+            f"layer {layer}: {facts.query_heads} query heads do not fall into groups over {facts.kv_heads} KV heads"
+        )
+    whole = [spec.layer_tensor(layer, name) for name in ("attn_q.weight", "attn_output.weight")]
+    unit = _head_unit(facts.query_heads, facts.kv_heads, shares)
+    return _grid(facts.query_heads, unit, whole)
+
+
+def _head_unit(query_heads: int, kv_heads: int, shares: Shares) -> int:
+    """Query heads in a unit: a whole KV group, or one where groups are too coarse.
+
+    They are too coarse where a rank that works would get none, or where one is over its share by more than half a
+    group: all ranks wait for it in every layer. A group cut in two costs its KV head twice.
+    """
+    working = [share for share in shares if share]
+    if not query_heads or min(working) * kv_heads < 1:
+        return 1
+    group = query_heads // kv_heads
+    overload = max(ceil(share * kv_heads) * group - share * query_heads for share in working)
+    return group if 2 * overload <= group else 1
+
+
+def _feed_forward_grid(spec: ModelSpec, layer: int, shares: Shares) -> Grid:
+    width = spec.layers[layer].feed_forward
+    down = spec.layer_tensor(layer, "ffn_down.weight")
+    block = 1 if down is None else block_columns(down.type_name)
+    if width % block:
+        raise UnsupportedModelError(f"layer {layer}: {width} columns of ffn_down are not whole blocks of {block}")
+    # A row split falls on quant blocks; where there are none, on widths that keep rows of the parts aligned.
+    unit = block if block > 1 else aligned_unit(width, shares, ALIGNED_COLUMNS)
+    whole = [spec.layer_tensor(layer, name) for name in ("ffn_gate.weight", "ffn_up.weight")]
+    return _grid(width, unit, [*whole, down])
+
+
+def _grid(width: int, unit: int, tensors: Sequence[TensorInfo | None]) -> Grid:
+    """`tensors` are cut along this width, in rows or columns: each unit takes its share of their file bytes."""
+    units = width // unit
+    total = sum(_whole_file_bytes(tensor) for tensor in tensors if tensor is not None)
+    return Grid(units=units, unit_width=unit, unit_bytes=max(1, total // max(1, units)))
+
+
+def _whole_file_bytes(tensor: TensorInfo) -> int:
+    rows, columns = tensor.shape
+    return rows * file_bytes(tensor.type_name, columns)
