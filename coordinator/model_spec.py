@@ -252,7 +252,7 @@ def _check_tensors(source: _Source, tensors: dict[str, TensorInfo], expected: _S
         shape = shapes.get(name)
         if shape is None:
             raise UnsupportedModelError(
-                f"{source.file}: tensor {shown(name)} is not known for the architecture {source.family.architecture!r}; "
+                f"{source.file}: tensor {shown(name)} is not known for {source.family.architecture!r}; "
                 "the model would be wrong without it"
             )
         if info.shape != shape:
