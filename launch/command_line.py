@@ -10,8 +10,10 @@ import typer
 from .. import __version__
 from ..proto.errors import GearshiftError
 from .commands import inspect, logits, perplexity, run, tokenize
+from .signals import exit_on_signals
 
-INTERRUPTED_EXIT_CODE = 130
+NO_WORDS = ("", "0", "false", "no", "off")
+SIGNAL_EXIT_CODES = 128  # a shell's habit: 128 + the number of the signal that ended a program
 
 app = typer.Typer(
     name="gearshift",
@@ -58,18 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command(words: Sequence[str]) -> int:
     """One command's exit code; what went wrong is a line on stderr."""
     try:
-        result = app(args=list(words), prog_name="gearshift", standalone_mode=False)
-        sys.stdout.flush()
-        if result == INTERRUPTED_EXIT_CODE:  # how typer hands back a KeyboardInterrupt
-            _complain("interrupted")
+        with exit_on_signals():
+            result = app(args=list(words), prog_name="gearshift", standalone_mode=False)
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except typer.TyperException as error:
         if message := error.format_message():  # empty where typer has shown the help instead
             _complain(f"{message} (see gearshift --help)")
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        _complain("interrupted")
-        return INTERRUPTED_EXIT_CODE
+    except SystemExit as ending:  # from exit_on_signals, or from typer where whoever read our output has gone
+        code = ending.code if isinstance(ending.code, int) else GearshiftError.exit_code
+        if code > SIGNAL_EXIT_CODES:
+            _complain("interrupted")
+        return code
     except BrokenPipeError:
         return _leave_quietly()
     except GearshiftError as error:
@@ -89,13 +92,7 @@ def _explain(error: Exception, words: Sequence[str], message: str) -> None:
 
 
 def _debug_wanted(words: Sequence[str]) -> bool:
-    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in (
-        "",
-        "0",
-        "false",
-        "no",
-        "off",
-    )
+    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in NO_WORDS
 
 
 def _complain(message: str) -> None:

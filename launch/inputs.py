@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..proto.errors import InputError
@@ -21,28 +20,15 @@ def read_text(path: str) -> str:
         ) from None
 
 
-def read_tokens(path: str) -> tuple[int, ...]:
-    """The ids of a JSON file that holds one list of whole numbers."""
+def read_token_list(path: str) -> list[object]:
+    """The values of a JSON file that holds one list; whether they are ids of the model is for the model to say."""
     try:
         values = json.loads(_read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, list):
-        raise InputError(f"{path} must hold one JSON list of token ids, not {_short(values)}")
-    for position, value in enumerate(values):
-        # bool is an int to Python, but true is no token.
-        if type(value) is not int or value < 0:
-            raise InputError(f"{path}: {_short(value)} at position {position} is not a token id")
-    return tuple(values)
-
-
-def check_tokens(tokens: Sequence[int], vocab: int, source: str) -> None:
-    """`InputError` for the first id that the model does not have."""
-    for position, token in enumerate(tokens):
-        if not 0 <= token < vocab:
-            raise InputError(
-                f"{source}: {_short(token)} at position {position} is not a token of this model (0 to {vocab - 1})"
-            )
+        raise InputError(f"{path} must hold one JSON list of token ids, not {type(values).__name__}")
+    return values
 
 
 def _read_bytes(path: str) -> bytes:
@@ -57,8 +43,3 @@ def _read_bytes(path: str) -> bytes:
     if len(data) > MAX_INPUT_BYTES:
         raise InputError(f"{path} is longer than {MAX_INPUT_BYTES >> 20} MiB")
     return data
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -109,13 +109,6 @@ def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, floa
     return tuple(biases.items())
 
 
-def parse_stops(flag: str, stops: Sequence[str]) -> tuple[str, ...]:
-    """Stop texts as given; an empty one would end every answer at once and is refused."""
-    if any(not stop for stop in stops):
-        raise InputError(f"{flag} takes a text of at least one character")
-    return tuple(stops)
-
-
 def parse_seed(flag: str, seed: int) -> int:
     """0 <= seed < 2^64; -1, as other programs have it, draws one from the system."""
     if seed == -1:

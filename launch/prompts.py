@@ -1,9 +1,14 @@
-"""Where a prompt comes from: exactly one of a flag's text, a text file, a token file."""
+"""Where a prompt comes from: exactly one of a flag's text, a text file, a token file; and how it becomes ids."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..proto.errors import InputError
-from .inputs import read_text, read_tokens
+from .console import note
+from .inputs import read_text, read_token_list
+
+if TYPE_CHECKING:
+    from ..coordinator.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +20,9 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt given as ids; `source` names where they came from, for errors."""
+    """A prompt given as ids, not checked yet; `source` names where they came from."""
 
-    tokens: tuple[int, ...]
+    values: tuple[object, ...]
     source: str
 
 
@@ -32,7 +37,7 @@ def read_prompt(text: str | None, file: str | None, tokens_file: str | None) -> 
         have = f"not {' and '.join(given)} together" if given else "none was given"
         raise InputError(f"give the prompt by one of --prompt, --file and --tokens-file; {have}")
     if tokens_file is not None:
-        return PromptTokens(read_tokens(tokens_file), tokens_file)
+        return PromptTokens(tuple(read_token_list(tokens_file)), tokens_file)
     return PromptText(read_prompt_text(text, file))
 
 
@@ -42,10 +47,27 @@ def read_prompt_text(text: str | None, file: str | None) -> str:
         raise InputError("give the text by one of --prompt and --file")
     if file is not None:
         return read_text(file)
-    assert text is not None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # Arguments that are not UTF-8 reach Python as lone surrogates.
-        raise InputError(f"--prompt is not UTF-8 text at character {error.start}") from None
-    return text
+    return text or ""
+
+
+def prompt_tokens(prompt: PromptText | PromptTokens, tokenizer: "Tokenizer", vocab: int) -> tuple[int, ...]:
+    """The prompt's ids, all of them below `vocab`. Nothing at all becomes BOS alone, where the model has one."""
+    from ..coordinator.tokenizer import check_token_ids
+
+    match prompt:
+        case PromptText(text=text):
+            ids, source = tokenizer.encode(text), "the prompt"
+        case PromptTokens(values=values, source=source):
+            ids = []
+            try:
+                ids = check_token_ids(values, vocab)
+            except InputError as error:
+                raise InputError(f"{source}: {error}") from None
+    if not ids and tokenizer.bos is not None:
+        note("empty prompt: the answer starts from the begin-of-text token alone")
+        ids = [tokenizer.bos]
+    if not ids:
+        raise InputError(f"{source} is empty, and this model has no begin-of-text token to start from")
+    if max(ids) >= vocab:
+        raise InputError(f"{source}: token {max(ids)} is beyond the model's {vocab} embedded tokens")
+    return tuple(ids)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .. import flags
+from ..console import warn
 from ..prompts import read_prompt_text
 
 EXAMPLES = """\
@@ -17,7 +18,7 @@ echo -n "<|im_start|>" | gearshift tokenize demo -f - --no-special
 """
 
 NoSpecial = Annotated[bool, typer.Option("--no-special", help="Text of control tokens stays text.")]
-NoBos = Annotated[bool, typer.Option("--no-bos", help="Put no begin-of-text token in front.")]
+NoBos = Annotated[bool, typer.Option("--no-bos", help="Put no begin-of-text (or end-of-text) token around the text.")]
 
 
 def tokenize(
@@ -28,11 +29,13 @@ def tokenize(
     no_bos: NoBos = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Show the token ids of a text; BOS comes first where the model's file asks for it."""
+    """Show the token ids of a text; BOS is put in front where the model's file asks for it."""
     from ...coordinator.model_files import resolve_model
     from ...coordinator.tokenizer import build_tokenizer
 
     text = read_prompt_text(prompt, file)
     tokenizer = build_tokenizer(resolve_model(model).metadata)
-    ids = tokenizer.encode(text, special=not no_special, bos=not no_bos)
-    print(json.dumps({"ids": list(ids)}) if as_json else " ".join(map(str, ids)))
+    for warning in tokenizer.warnings:
+        warn(warning)
+    ids = tokenizer.encode(text, add_special=not no_bos, parse_special=not no_special)
+    print(json.dumps({"ids": ids}) if as_json else " ".join(map(str, ids)))

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.launch.inputs import check_tokens, read_text, read_tokens
-from gearshift.launch.prompts import PromptText, PromptTokens, read_prompt
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
+from gearshift.launch.inputs import read_text, read_token_list
+from gearshift.launch.prompts import PromptText, PromptTokens, prompt_tokens, read_prompt
 from gearshift.proto.errors import InputError
 
 
@@ -31,33 +33,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_text(str(tmp_path))
 
 
-def test_tokens_are_one_list_of_whole_numbers(tmp_path: Path) -> None:
-    assert read_tokens(written(tmp_path, b" [1, 2, 30000]\n")) == (1, 2, 30000)
-    assert read_tokens(written(tmp_path, b"[]")) == ()
-
-
-@pytest.mark.parametrize("value", ["-1", "1.5", "true", "null", '"7"', "[]", "NaN", "1e3"])
-def test_a_value_that_is_no_token_is_named_with_its_position(tmp_path: Path, value: str) -> None:  # F13
-    with pytest.raises(InputError, match="at position 1 is not a token id"):
-        read_tokens(written(tmp_path, f"[4, {value}]".encode()))
+def test_token_files_hold_one_list(tmp_path: Path) -> None:
+    assert read_token_list(written(tmp_path, b" [1, 2.5, true]\n")) == [1, 2.5, True]
+    assert read_token_list(written(tmp_path, b"[]")) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1,", b"\xff", b"[" * 100_000, b"[" + b"9" * 5000 + b"]"])
 def test_what_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InputError, match="is not JSON"):
-        read_tokens(written(tmp_path, content))
+        read_token_list(written(tmp_path, content))
 
 
 def test_json_that_is_no_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one JSON list"):
-        read_tokens(written(tmp_path, b'{"ids": [1]}'))
-
-
-def test_ids_beyond_the_vocabulary_are_named() -> None:  # F13
-    check_tokens((0, 99), 100, "ids.json")
-    for bad in (100, 2**31, 2**63):
-        with pytest.raises(InputError, match=f"{bad} at position 1 is not a token of this model"):
-            check_tokens((5, bad), 100, "ids.json")
+        read_token_list(written(tmp_path, b'{"ids": [1]}'))
 
 
 def test_a_prompt_comes_from_one_place(tmp_path: Path) -> None:
@@ -71,6 +60,36 @@ def test_a_prompt_comes_from_one_place(tmp_path: Path) -> None:
         read_prompt("a", None, ids)
 
 
-def test_a_prompt_with_bytes_that_are_not_utf8_is_refused() -> None:
-    with pytest.raises(InputError, match="--prompt"):
-        read_prompt("a\udcff", None, None)
+@pytest.mark.parametrize(
+    "value", ["-1", "1.5", "true", "null", '"7"', "[]", "NaN", "50000", "2147483648", "1" + "0" * 30]
+)
+def test_a_value_that_is_no_token_is_refused_with_its_file(  # F13
+    tmp_path: Path, tokenizer: Tokenizer, value: str
+) -> None:
+    prompt = read_prompt(None, None, written(tmp_path, f"[4, {value}]".encode()))
+    with pytest.raises(InputError, match="input: token 1 of the prompt"):
+        prompt_tokens(prompt, tokenizer, 49152)
+
+
+def test_an_empty_prompt_is_the_begin_of_text_token(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prompt_tokens(PromptText(""), tokenizer, 49152) == (1,)  # F13
+    assert prompt_tokens(PromptTokens((), "ids.json"), tokenizer, 49152) == (1,)
+    assert "empty prompt" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_without_begin_of_text_is_refused() -> None:  # F13
+    with pytest.raises(InputError, match="no begin-of-text token"):
+        prompt_tokens(PromptTokens((), "ids.json"), build_tokenizer({}), 100)
+
+
+def test_a_text_without_a_tokenizer_is_refused_but_ids_are_taken() -> None:
+    assert prompt_tokens(PromptTokens((7, 99), "ids.json"), build_tokenizer({}), 100) == (7, 99)
+    with pytest.raises(InputError, match="no tokenizer"):
+        prompt_tokens(PromptText("hello"), build_tokenizer({}), 100)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return build_tokenizer(resolve_model(str(smollm2_path)).metadata)

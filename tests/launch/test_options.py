@@ -10,7 +10,6 @@ from gearshift.launch.options import (
     parse_logit_bias,
     parse_seed,
     parse_shares,
-    parse_stops,
 )
 from gearshift.proto.errors import InputError
 from gearshift.proto.ids import ComputeType, KvType, Layout
@@ -67,12 +66,6 @@ def test_a_bad_logit_bias_names_its_flag(entry: str) -> None:
 def test_a_token_biased_twice_is_refused() -> None:
     with pytest.raises(InputError, match="token 5 twice"):
         parse_logit_bias("--logit-bias", ["5=1", "5=2"])
-
-
-def test_an_empty_stop_is_refused() -> None:
-    assert parse_stops("--stop", ["\n\n", "END"]) == ("\n\n", "END")
-    with pytest.raises(InputError, match="--stop"):
-        parse_stops("--stop", ["END", ""])
 
 
 def test_seeds_are_64_bits_and_minus_one_draws_one() -> None:

@@ -1,0 +1,151 @@
+"""What a run tells when it is over: the line of JSON, and the closing table for a person."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..coordinator.generation import GenerationResult, PrefillResult, ShiftResult
+from ..proto.placement.plan import Placement
+from ..proto.reports import MemoryReported, SampledToken
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEBIBYTE = 2**20
+
+
+def run_facts(
+    text: str,
+    result: GenerationResult,
+    placement: Placement,
+    load_seconds: float,
+    memory: Sequence[MemoryReported],
+) -> dict[str, Any]:
+    """The object that `run --json` prints. Seconds, bytes, token counts; lists of ranks are in rank order."""
+    facts: dict[str, Any] = {
+        "text": text,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": [token.token for token in result.tokens],
+        "finish_reason": str(result.finish_reason),
+        "prefill": _prefill_facts(result.prefill, placement),
+        "shift": None if result.shift is None else _shift_facts(result.shift),
+        "decode": asdict(result.decode),
+        "load_seconds": load_seconds,
+        "memory": [_memory_facts(report) for report in sorted(memory, key=lambda one: one.rank)],
+    }
+    if any(token.top for token in result.tokens):
+        facts["logprobs"] = [_logprob_facts(token) for token in result.tokens]
+    if result.warning is not None:
+        facts["warning"] = result.warning
+    if result.error is not None:
+        facts["error"] = result.error
+    return facts
+
+
+def _prefill_facts(prefill: PrefillResult, placement: Placement) -> dict[str, Any]:
+    return {
+        "layout": str(prefill.layout),
+        "chunks": list(prefill.chunks),
+        "seconds": prefill.seconds,
+        "tokens_per_second": prefill.tokens_per_second,
+        "reason": prefill.reason,
+        "chunk_reason": prefill.chunk_reason,
+        "stages": [
+            {
+                "rank": stage.rank,
+                "layers": [placement.stages[stage.rank].first, placement.stages[stage.rank].end],
+                "busy_seconds": stage.busy_seconds,
+                "waiting_seconds": stage.waiting_seconds,
+            }
+            for stage in prefill.stages
+        ],
+    }
+
+
+def _shift_facts(shift: ShiftResult) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "from": str(shift.source),
+        "to": str(shift.to),
+        "seconds": shift.seconds,
+        "exposed_seconds": shift.exposed_seconds,
+        "kv_bytes": shift.kv_bytes,
+        "weight_bytes": shift.weight_bytes,
+    }
+    if shift.hashes_equal is not None:
+        facts["hashes_equal"] = shift.hashes_equal
+    return facts
+
+
+def _memory_facts(report: MemoryReported) -> dict[str, int]:
+    return {
+        "rank": report.rank,
+        "planned_bytes": report.planned_bytes,
+        "peak_bytes": report.peak_bytes,
+        "anonymous_bytes": report.anonymous_bytes,
+    }
+
+
+def _logprob_facts(token: SampledToken) -> dict[str, Any]:
+    return {
+        "token": token.token,
+        "logprob": token.logprob,
+        "top": [{"token": token, "logprob": logprob} for token, logprob in token.top],
+    }
+
+
+def phase_table(result: GenerationResult) -> "Table":
+    """Per phase: layout, chunks or steps, seconds, tokens a second; the shift between them."""
+    from rich.table import Table
+
+    table = Table("phase", "layout", "work", title_justify="left")
+    table.add_column("seconds", justify="right")
+    table.add_column("tok/s", justify="right")
+    prefill, shift, decode = result.prefill, result.shift, result.decode
+    work = f"{result.prompt_tokens} tokens in {_chunks(prefill.chunks)}"
+    table.add_row("prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second))
+    if shift is not None:
+        moved = f"{shift.kv_bytes / MEBIBYTE:.2f} MiB of KV, {shift.weight_bytes / MEBIBYTE:.2f} MiB of weights"
+        table.add_row("shift", f"{shift.source} to {shift.to}", moved, f"{shift.seconds:.4f}", "")
+        hidden = max(0.0, shift.seconds - shift.exposed_seconds)
+        table.add_row("", "", "exposed: the answer waited for it", f"{shift.exposed_seconds:.4f}", "")
+        table.add_row("", "", "hidden: behind the prompt's work", f"{hidden:.4f}", "")
+        if shift.hashes_equal is not None:
+            equal = "equal" if shift.hashes_equal else "DIFFERENT"
+            table.add_row("", "", f"keys and values before and after: {equal}", "", "")
+    steps = f"{decode.steps} steps"
+    table.add_row("answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second))
+    return table
+
+
+def memory_table(placement: Placement, memory: Sequence[MemoryReported], result: GenerationResult) -> "Table":
+    """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB."""
+    from rich.table import Table
+
+    table = Table("rank", "layers")
+    for column in ("computing, s", "waiting, s", "planned, MiB", "peak, MiB", "of the process, MiB"):
+        table.add_column(column, justify="right")
+    times = {stage.rank: stage for stage in result.prefill.stages}
+    for report in sorted(memory, key=lambda one: one.rank):
+        layers, stage = placement.stages[report.rank], times.get(report.rank)
+        spent = ("", "") if stage is None else (f"{stage.busy_seconds:.3f}", f"{stage.waiting_seconds:.3f}")
+        sizes = (report.planned_bytes, report.peak_bytes, report.anonymous_bytes)
+        owned = f"{layers.first}..{layers.end - 1}" if len(layers) else "none"
+        table.add_row(str(report.rank), owned, *spent, *(f"{size / MEBIBYTE:,.1f}" for size in sizes))
+    return table
+
+
+def _chunks(chunks: Sequence[int]) -> str:
+    """`8 chunks: 64 x 7, 19`; runs of one length are told once."""
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][0] == chunk:
+            runs[-1][1] += 1
+        else:
+            runs.append([chunk, 1])
+    told = [f"{length} x {count}" if count > 1 else str(length) for length, count in runs]
+    shown = told if len(told) <= 6 else [*told[:5], "..."]
+    return f"{len(chunks)} chunk{'' if len(chunks) == 1 else 's'} ({', '.join(shown)})"
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.1f}" if tokens_per_second else "-"
