@@ -1,0 +1,71 @@
+"""KV bundles between ranks, as they lie in the arenas, on a process group of their own."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .waiting import finish
+
+
+class MoveHandle:
+    """Moves under way. Neither side's tensors may be touched before `wait` has returned."""
+
+    def __init__(
+        self, works: Sequence[Any], keep: Sequence[Tensor], what: str, timeout_seconds: float
+    ) -> None:
+        self._works = list(works)
+        self._keep = list(keep)  # the backend reads and writes them until the end
+        self._what = what
+        self._timeout_seconds = timeout_seconds
+        self._begun = time.perf_counter()
+        self.seconds = 0.0
+        """From the start to the end of `wait`; 0.0 before."""
+
+    def wait(self) -> None:
+        """Until all of it has arrived and left (bounded). A second call does nothing."""
+        if not self._works:
+            return
+        for work in self._works:
+            finish(work, self._timeout_seconds, self._what)
+        self._works.clear()
+        self._keep.clear()
+        self.seconds = time.perf_counter() - self._begun
+
+
+class KvMoves:
+    """Grouped transfers; one call may both send and receive, to and from many ranks."""
+
+    def __init__(self, group: Any, rank: int, size: int, timeout_seconds: float) -> None:
+        """`group`: None with one rank, which has nobody to move anything to."""
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> MoveHandle:
+        """Begin to move flat, contiguous uint8 tensors: (peer, tensor) each; returns at once.
+
+        What a rank sends to a peer must have the order and the sizes of what that peer receives from it.
+        """
+        for peer, tensor in (*sends, *receives):
+            self._check(peer, tensor)
+        wanted = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
+        given = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in wanted]
+        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in given]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        peers = sorted({peer for peer, _ in (*wanted, *given)})
+        what = f"KV moves of rank {self._rank} with rank {', '.join(map(str, peers))}"
+        return MoveHandle(works, [tensor for _, tensor in (*wanted, *given)], what, self._timeout_seconds)
+
+    def _check(self, peer: int, tensor: Tensor) -> None:
+        if peer == self._rank or not 0 <= peer < self._size:
+            raise ValueError(f"rank {self._rank} of {self._size} cannot move KV to or from rank {peer}")
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"KV moves as flat, contiguous bytes, not {tensor.dtype} {tuple(tensor.shape)}")

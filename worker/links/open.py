@@ -1,0 +1,184 @@
+"""Makes every communicator at start, warms each with a transfer, and closes them: nothing is created lazily."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import mailbox, shared_memory
+from .errors import CollectiveTimeoutError, LinkFailedError
+from .kv_moves import KvMoves
+from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
+from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
+from .shared_memory import SharedSegment
+from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
+from .waiting import FlagWait, more_ranks_than_cores
+
+NAME_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """All ways from one rank to the others."""
+
+    rank: int
+    size: int
+    tensor: TensorGroup
+    pipeline: PipelineEdges
+    kv: KvMoves
+
+
+@contextmanager
+def open_links(
+    rank: int, world_size: int, device: torch.device, group: str, local: bool, timeout_seconds: float = 300.0
+) -> Iterator[Links]:
+    """Join the other ranks; collective: all ranks open at the same time, with the same `group`.
+
+    The meeting point comes from the environment torchrun's agent sets (MASTER_ADDR, MASTER_PORT, ...). `group` is the
+    launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host.
+    Raises CollectiveTimeoutError or LinkFailedError, as every later wait does after `timeout_seconds`.
+    """
+    if world_size == 1:
+        kv = KvMoves(None, rank, world_size, timeout_seconds)
+        yield Links(rank, world_size, LoneTensorGroup(), PipelineEdges(None, None, device), kv)
+        return
+    _join(rank, world_size, device, local, timeout_seconds)
+    try:
+        links = _make(rank, world_size, device, group, local, timeout_seconds)
+        _warm(links, device)
+        yield links
+        links.pipeline.drain()
+    finally:
+        dist.destroy_process_group()
+
+
+def _join(rank: int, world_size: int, device: torch.device, local: bool, timeout_seconds: float) -> None:
+    cuda = device.type == "cuda"
+    if local and not cuda:
+        # gloo would look the host name up, and take whatever interface that leads to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method="env://",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        words = str(error)
+        kind = CollectiveTimeoutError if "timed out" in words.lower() else LinkFailedError
+        raise kind(f"rank {rank} of {world_size} could not join the others: {words}") from error
+
+
+def _make(
+    rank: int, size: int, device: torch.device, group: str, local: bool, timeout_seconds: float
+) -> Links:
+    # new_group is collective: every rank makes every group, in this order, its own or not.
+    timeout = timedelta(seconds=timeout_seconds)
+    tensor_group = dist.new_group(timeout=timeout)
+    edge_groups = [dist.new_group([first, first + 1], timeout=timeout) for first in range(size - 1)]
+    kv_group = dist.new_group(timeout=timeout)
+    distributed = DistributedTensorGroup(tensor_group, rank, size, device, timeout_seconds)
+    shared = _share(rank, size, device, group, distributed) if local and device.type == "cpu" else None
+    wait = FlagWait(timeout_seconds, more_ranks_than_cores(size))
+    tensor: TensorGroup = distributed
+    if shared is not None:
+        tensor = SharedTensorGroup(_exchange(shared, rank, size, wait), rank, size)
+    incoming = _incoming(edge_groups[rank - 1], shared, rank, size, wait) if rank > 0 else None
+    outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
+    pipeline = PipelineEdges(incoming, outgoing, device)
+    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds))
+
+
+def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:
+    peer = rank - 1
+    box = mailbox.MailboxReceiver(*_edge(shared, size, peer), peer, wait) if shared else None
+    return Incoming(DistributedReceiver(group, peer, wait.timeout_seconds), box)
+
+
+def _outgoing(
+    group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait, device: torch.device
+) -> Outgoing:
+    peer = rank + 1
+    box = mailbox.MailboxSender(*_edge(shared, size, rank), peer, wait) if shared else None
+    return Outgoing(DistributedSender(group, peer, device, wait.timeout_seconds), box)
+
+
+# The shared segment. Flags: a line a rank for the collectives, then the lines of each edge.
+# Bytes: 2 slots a rank for the collectives, then the buffers of each edge.
+
+
+def _share(
+    rank: int, size: int, device: torch.device, group: str, distributed: TensorGroup
+) -> SharedSegment | None:
+    """The segment of all ranks, or None on every rank where one could not have it."""
+    lines = size + (size - 1) * mailbox.LINES
+    payload_bytes = 2 * size * SLOT_BYTES + (size - 1) * mailbox.BUFFERS * mailbox.BUFFER_BYTES
+    segment = None
+    name = shared_memory.fresh_name(group) if rank == 0 else ""
+    try:
+        if rank == 0 and shared_memory.usable_here():
+            segment = _or_none(lambda: shared_memory.create(name, lines, payload_bytes))
+        name = _announce(name if segment else "", distributed)
+        if rank > 0 and name and shared_memory.usable_here():
+            segment = _or_none(lambda: shared_memory.attach(name, lines, payload_bytes))
+        opened = distributed.all_reduce(torch.tensor([float(segment is not None)]))
+    finally:
+        if rank == 0:
+            shared_memory.remove(name)  # all have it open, or nobody will
+    return segment if opened.item() == size else None
+
+
+def _or_none(open_segment: Any) -> SharedSegment | None:
+    try:
+        segment: SharedSegment = open_segment()
+    except OSError:
+        return None
+    return segment
+
+
+def _announce(name: str, distributed: TensorGroup) -> str:
+    """Rank 0's name on every rank."""
+    padded = torch.tensor(list(name.encode().ljust(NAME_BYTES)), dtype=torch.uint8)
+    return bytes(distributed.broadcast(padded, root=0).tolist()).decode().strip()
+
+
+def _exchange(shared: SharedSegment, rank: int, size: int, wait: FlagWait) -> SharedExchange:
+    flags = shared.flags[: size * shared_memory.WORDS_PER_LINE]
+    return SharedExchange(flags, shared.bytes[: 2 * size * SLOT_BYTES], rank, size, wait)
+
+
+def _edge(shared: SharedSegment, size: int, first: int) -> tuple[memoryview, Tensor]:
+    """Flags and buffers of the edge from rank `first` to the next."""
+    words = mailbox.LINES * shared_memory.WORDS_PER_LINE
+    flags = shared.flags[size * shared_memory.WORDS_PER_LINE :][first * words : (first + 1) * words]
+    count = mailbox.BUFFERS * mailbox.BUFFER_BYTES
+    buffers = shared.bytes[2 * size * SLOT_BYTES :][first * count : (first + 1) * count]
+    return flags, buffers
+
+
+def _warm(links: Links, device: torch.device) -> None:
+    """One small transfer over each way, so that connections and buffers exist before the first prompt."""
+    rank, size = links.rank, links.size
+    ones = torch.ones(size, device=device)
+    if not torch.equal(links.tensor.all_reduce(ones), ones * size):
+        raise LinkFailedError(f"rank {rank}: the all-reduce of the self-test is wrong")
+    links.tensor.broadcast(ones, root=size - 1)
+    links.tensor.gather(ones, root=size - 1, widths=[size] * size)
+    links.pipeline.warm(rank)
+    others = [peer for peer in range(size) if peer != rank]
+    sent = torch.full((8,), rank, dtype=torch.uint8, device=device)
+    received = [torch.full_like(sent, 255) for _ in others]
+    links.kv.start([(peer, sent) for peer in others], list(zip(others, received, strict=True))).wait()
+    for peer, tensor in zip(others, received, strict=True):
+        if not torch.equal(tensor, torch.full_like(sent, peer)):
+            raise LinkFailedError(f"rank {rank}: what rank {peer} sent in the self-test arrived damaged")
+    links.tensor.barrier()

@@ -1,0 +1,163 @@
+"""Edges of the layer pipeline: hidden rows go from rank to rank + 1, two in flight."""
+
+from collections import deque
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...proto.errors import ProtocolError
+from .errors import LinkFailedError
+from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
+from .waiting import finish
+
+BUFFERS = 2
+
+
+class DistributedSender:
+    """isend over the edge's own process group, from two staging buffers."""
+
+    def __init__(self, group: Any, peer: int, device: torch.device, timeout_seconds: float) -> None:
+        self._group = group
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        self._staging = [StagingBuffer(device) for _ in range(BUFFERS)]
+        self._works: deque[Any] = deque()
+        self._sent = 0
+
+    def send(self, payload: Tensor) -> None:
+        """`payload`: flat uint8; may be changed as soon as this returns."""
+        if len(self._works) == BUFFERS:
+            finish(self._works.popleft(), self._timeout_seconds, f"sending hidden rows to rank {self._peer}")
+        staged = self._staging[self._sent % BUFFERS].part(payload.numel())
+        staged.copy_(payload)
+        self._works.append(dist.isend(staged, self._peer, group=self._group))
+        self._sent += 1
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._works:
+            finish(self._works.popleft(), self._timeout_seconds, f"sending hidden rows to rank {self._peer}")
+
+
+class DistributedReceiver:
+    """irecv over the edge's own process group."""
+
+    def __init__(self, group: Any, peer: int, timeout_seconds: float) -> None:
+        self._group = group
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        self._works: deque[Any] = deque()
+
+    def post(self, into: Tensor) -> None:
+        """`into`: flat uint8, as long as the message will be."""
+        self._works.append(dist.irecv(into, self._peer, group=self._group))
+
+    def receive(self) -> None:
+        """Fill the oldest posted buffer."""
+        finish(self._works.popleft(), self._timeout_seconds, f"receiving hidden rows from rank {self._peer}")
+
+
+class StagingBuffer:
+    """Bytes that grow to the largest message seen and stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def part(self, count: int) -> Tensor:
+        if self._bytes.numel() < count:
+            self._bytes = self._bytes.new_empty(count)
+        return self._bytes[:count]
+
+
+class Outgoing:
+    """The edge to the next rank: small messages by mailbox where there is one, the others by torch.distributed."""
+
+    def __init__(self, wire: DistributedSender, mailbox: MailboxSender | None) -> None:
+        self.wire = wire
+        self.mailbox = mailbox
+
+    def way(self, payload_bytes: int) -> DistributedSender | MailboxSender:
+        return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
+
+    def ways(self) -> list[DistributedSender | MailboxSender]:
+        return [self.wire] if self.mailbox is None else [self.wire, self.mailbox]
+
+
+class Incoming:
+    """The edge from the rank before; both ends choose the way by the message's size, so they choose alike."""
+
+    def __init__(self, wire: DistributedReceiver, mailbox: MailboxReceiver | None) -> None:
+        self.wire = wire
+        self.mailbox = mailbox
+
+    def way(self, payload_bytes: int) -> DistributedReceiver | MailboxReceiver:
+        return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
+
+    def ways(self) -> list[DistributedReceiver | MailboxReceiver]:
+        return [self.wire] if self.mailbox is None else [self.wire, self.mailbox]
+
+
+class PipelineEdges:
+    """A rank's two edges. The first rank has none to receive from, the last none to send to."""
+
+    def __init__(self, incoming: Incoming | None, outgoing: Outgoing | None, device: torch.device) -> None:
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._device = device
+        self._buffers = [StagingBuffer(device) for _ in range(BUFFERS)]
+        self._posted: deque[tuple[Tensor, DistributedReceiver | MailboxReceiver]] = deque()
+        self._posts = 0
+
+    def send(self, hidden: Tensor) -> None:
+        """To rank + 1; returns at once, and `hidden` may be changed then.
+
+        Waits (bounded) only while the send before the previous one has not ended.
+        """
+        if self._outgoing is None:
+            raise ProtocolError("the last rank has nobody to send hidden rows to")
+        payload = hidden.contiguous().view(-1).view(torch.uint8)
+        self._outgoing.way(payload.numel()).send(payload)
+
+    def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Prepare to receive from rank - 1 into the next of two buffers."""
+        if self._incoming is None:
+            raise ProtocolError("the first rank has nobody to receive hidden rows from")
+        if len(self._posted) == BUFFERS:
+            raise ProtocolError(f"{BUFFERS} receives of hidden rows are posted already")
+        payload_bytes = prod(shape) * dtype.itemsize
+        into = self._buffers[self._posts % BUFFERS].part(payload_bytes)
+        way = self._incoming.way(payload_bytes)
+        way.post(into)
+        self._posted.append((into.view(dtype).view(shape), way))
+        self._posts += 1
+
+    def receive(self) -> Tensor:
+        """What was posted longest ago, once it is there (bounded). Valid until the second next `post_receive`."""
+        if not self._posted:
+            raise ProtocolError("no receive of hidden rows is posted")
+        hidden, way = self._posted.popleft()
+        way.receive()
+        return hidden
+
+    def warm(self, rank: int) -> None:
+        """Send the next rank a few bytes each way there is, and check what the rank before has sent."""
+        if self._outgoing is not None:
+            for way in self._outgoing.ways():
+                way.send(torch.full((8,), rank, dtype=torch.uint8, device=self._device))
+        if self._incoming is not None:
+            for arrival in self._incoming.ways():
+                into = torch.full((8,), 255, dtype=torch.uint8, device=self._device)
+                arrival.post(into)
+                arrival.receive()
+                if not torch.equal(into, torch.full_like(into, rank - 1)):
+                    raise LinkFailedError(
+                        f"rank {rank}: rank {rank - 1}'s rows of the self-test arrived damaged"
+                    )
+
+    def drain(self) -> None:
+        """Wait until all that was sent through torch.distributed has left."""
+        if self._outgoing is not None:
+            self._outgoing.wire.drain()

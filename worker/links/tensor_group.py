@@ -1,0 +1,141 @@
+"""Collectives of tensor parallelism: what the engine sees, and the one over torch.distributed."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .waiting import finish
+
+GATHERED_BYTES = 64 << 10  # up to here every rank gathers all partials; above, each sums a stripe
+
+
+class TensorGroup(Protocol):
+    """All ranks call the same operations in the same order. With one rank all are identities.
+
+    Raises CollectiveTimeoutError or LinkFailedError when a peer does not take part.
+    """
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, in rank order, in f32; f32 or bf16 in and out, any shape. Same bits on every rank.
+
+        `partial` is left as it is; the result is new, except for one rank, where it is `partial`.
+        """
+
+    def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
+        """On `root` every rank's part, in rank order; None elsewhere.
+
+        Parts differ in the last dimension only: rank r's is widths[r] wide, 0 allowed.
+        """
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Root's content on every rank; `tensor` gives shape and type, and is written to except on root."""
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+
+
+class LoneTensorGroup:
+    """One rank: nothing to do."""
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
+        return [part]
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        return None
+
+
+class DistributedTensorGroup:
+    """Over a process group of its own: gloo between hosts, NCCL on CUDA.
+
+    On gloo the sum is ours, in rank order and f32. On CUDA it is NCCL's: one rank (or switch) sums an element and all
+    get that result, so the bits are equal on all ranks, but the order of the sum is NCCL's choice.
+    """
+
+    def __init__(
+        self, group: Any, rank: int, size: int, device: torch.device, timeout_seconds: float
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if self._device.type == "cuda":
+            total = partial.clone()
+            self._finish(dist.all_reduce(total, group=self._group, async_op=True), "all-reduce")
+            return total
+        flat = partial.contiguous().view(-1)
+        if flat.nbytes <= GATHERED_BYTES:
+            total = sum_in_rank_order(self._all_gather(flat))
+        else:
+            total = self._sum_by_stripes(flat)
+        return total.view(partial.shape)
+
+    def _sum_by_stripes(self, flat: Tensor) -> Tensor:
+        """Rank r sums elements of stripe r and hands the sums round: 2 n elements on the wire, not S n."""
+        stripe = -(-flat.numel() // self._size)
+        padded = flat.new_zeros(stripe * self._size)
+        padded[: flat.numel()] = flat
+        received = torch.empty_like(padded)
+        work = dist.all_to_all_single(received, padded, group=self._group, async_op=True)
+        self._finish(work, "all-reduce, first half")
+        own = sum_in_rank_order(list(received.view(self._size, stripe)))
+        return torch.cat(self._all_gather(own))[: flat.numel()]
+
+    def _all_gather(self, flat: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(flat) for _ in range(self._size)]
+        if flat.numel():
+            self._finish(dist.all_gather(parts, flat, group=self._group, async_op=True), "all-gather")
+        return parts
+
+    def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
+        check_widths(part, self._rank, widths)
+        lead = part.shape[:-1]
+        padded = part.new_zeros((*lead, max(widths)))  # the backend wants equal shapes
+        padded[..., : widths[self._rank]] = part
+        parts = [torch.empty_like(padded) for _ in widths] if self._rank == root else None
+        if padded.numel():
+            work = dist.gather(padded, parts, dst=root, group=self._group, async_op=True)
+            self._finish(work, f"gather to rank {root}")
+        if parts is None:
+            return None
+        return [whole[..., :width].contiguous() for whole, width in zip(parts, widths, strict=True)]
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        whole = tensor.contiguous()
+        if whole.numel():
+            work = dist.broadcast(whole, src=root, group=self._group, async_op=True)
+            self._finish(work, f"broadcast from rank {root}")
+        if whole is not tensor and self._rank != root:
+            tensor.copy_(whole)
+        return tensor
+
+    def barrier(self) -> None:
+        one = torch.ones(1, device=self._device)
+        self._finish(dist.all_reduce(one, group=self._group, async_op=True), "barrier")
+
+    def _finish(self, work: Any, what: str) -> None:
+        finish(work, self._timeout_seconds, f"rank {self._rank}, {what} of {self._size} ranks")
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """((p0 + p1) + p2) + ... in f32, in the parts' type; a new tensor."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def check_widths(part: Tensor, rank: int, widths: Sequence[int]) -> None:
+    if part.shape[-1] != widths[rank]:
+        raise ValueError(f"rank {rank} gathers a part {part.shape[-1]} wide where {widths[rank]} was agreed")
