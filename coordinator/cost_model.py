@@ -80,7 +80,7 @@ def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64
 
 def measuring_points(device: str, layout: Layout, context_tokens: int) -> tuple[tuple[int, int], ...]:
     """Points (L, x) worth timing at start, those that fit in the context."""
-    points = CPU_POINTS if device == "cpu" else CUDA_POINTS
+    points: tuple[tuple[int, int], ...] = CPU_POINTS if device == "cpu" else CUDA_POINTS
     if layout is Layout.TENSOR:
         points = tuple(point for point in points if point[0] == 0 or point == DECODE_POINT)
     fitting = tuple(point for point in points if sum(point) <= context_tokens)

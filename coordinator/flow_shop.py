@@ -61,7 +61,8 @@ def search_cuts(
         return makespan_of_chunks(chunks, cached, costs)
 
     width = 1 if equal else len(costs)
-    found = [_descend(start, price, grid, minimum, max_chunk, SEARCH_BUDGET // width // len(starts)) for start in starts]
+    budget = SEARCH_BUDGET // width // len(starts)
+    found = [_descend(start, price, grid, minimum, max_chunk, budget) for start in starts]
     return min(found, key=lambda chunks: (price(chunks), len(chunks)))
 
 

@@ -1,0 +1,345 @@
+"""The loop with I/O: sends what the scheduler decides, hands it what the workers report, and keeps the time."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar, assert_never
+
+from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, Shutdown
+from ..proto.errors import InputError, ProtocolError, WorkerLostError
+from ..proto.ids import ComputeType, Layout, Rank, RequestId
+from ..proto.kv import BLOCK_TOKENS, KvFormat, row_bytes
+from ..proto.model import ModelSpec
+from ..proto.placement.plan import Placement
+from ..proto.reports import (
+    AnyReport,
+    CostsMeasured,
+    Heartbeat,
+    Hello,
+    KvHashed,
+    LoadProgress,
+    MemoryReported,
+    ModelLoaded,
+    Report,
+    SampledToken,
+    ShiftCommitted,
+    ShiftPrepared,
+    TickFinished,
+    WorkerFailed,
+)
+from .chunk_plan import Limits
+from .cluster import Group
+from .cost_model import Costs, costs_from_measurements, measuring_points
+from .generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
+from .planning import plan_request
+from .policy import journeys
+from .results import RequestTimes, build_result
+from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
+from .slots import SlotPool, slots_needed, zero_bundles
+
+POLL_SECONDS = 0.25
+LINK_BYTES_PER_SECOND = {"cpu": 1e9, "cuda": 5e9}  # a careful guess, until a shift has been timed
+
+R = TypeVar("R", bound=Report)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSettings:
+    """Layouts None: any may be asked for, and slots are sized for it."""
+
+    context_tokens: int
+    max_chunk_tokens: int
+    device: str = "cpu"
+    compute_type: ComputeType | None = None
+    kv_format: KvFormat | None = None
+    prefill: Layout | None = None
+    decode: Layout | None = None
+    parallel_requests: int = 1  # requests of full context whose KV fits at once
+    max_open: int = 8
+    lookahead_steps: int = 4
+    tick_timeout_seconds: float = 300.0
+    answer_timeout_seconds: float = 60.0  # without any progress of a load, or without an answer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What the workers allocated, by rank."""
+
+    seconds: float
+    compute_type: ComputeType
+    kv_format: KvFormat
+    weight_bytes: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
+
+
+class Driver:
+    """One running group. For one thread only."""
+
+    def __init__(
+        self,
+        group: Group,
+        spec: ModelSpec,
+        placement: Placement,
+        settings: DriverSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group, self._spec, self._placement, self._settings = group, spec, placement, settings
+        self._clock = clock
+        self._slots_of_rank = _slots_of_rank(placement, settings)
+        pool = SlotPool(self._slots_of_rank, zero_bundles(placement))
+        self._scheduler = Scheduler(
+            SchedulerSettings(group.ranks, settings.max_open, settings.lookahead_steps), pool
+        )
+        self._costs: Costs | None = None
+        self._kv_format: KvFormat | None = settings.kv_format
+        self._times: dict[RequestId, RequestTimes] = {}
+        self._next_request = 0
+        self._events: list[Event] = []
+        self._answers: list[AnyReport] = []
+        self._progress_at = clock()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def costs(self) -> Costs | None:
+        """What `measure_costs` found."""
+        return self._costs
+
+    @property
+    def idle(self) -> bool:
+        """No request is queued or open, and no event waits to be taken."""
+        return self._scheduler.idle and not self._events
+
+    # Before and beside requests
+
+    def load(self, on_progress: Callable[[Rank, int, int], None] | None = None) -> LoadResult:
+        """Load the model on all ranks. `on_progress` is told (rank, bytes done, bytes in all)."""
+        settings, started = self._settings, self._clock()
+        self._group.broadcast(
+            LoadModel(
+                spec=self._spec,
+                placement=self._placement,
+                compute_type=settings.compute_type,
+                kv_format=settings.kv_format,
+                context_tokens=settings.context_tokens,
+                kv_slots=self._slots_of_rank,
+                max_chunk_tokens=settings.max_chunk_tokens,
+            )
+        )
+        loaded = self._collect(ModelLoaded, "load the model", on_progress)
+        self._kv_format = loaded[0].kv_format
+        return LoadResult(
+            seconds=self._clock() - started,
+            compute_type=loaded[0].compute_type,
+            kv_format=loaded[0].kv_format,
+            weight_bytes=tuple(report.weight_bytes for report in loaded),
+            kv_bytes=tuple(report.kv_bytes for report in loaded),
+        )
+
+    def measure_costs(self) -> Costs:
+        """Time chunks and steps on all ranks, in each layout that may be chosen. Before the first request."""
+        measured: dict[Layout, tuple[tuple[tuple[int, int], ...], list[tuple[float, ...]]]] = {}
+        layouts = [Layout.LAYER] if self._group.ranks == 1 else list(Layout)
+        for layout in layouts:
+            points = measuring_points(self._settings.device, layout, self._settings.context_tokens)
+            self._group.broadcast(MeasureCosts(layout, points))
+            measured[layout] = points, [report.seconds for report in self._collect(CostsMeasured, "measure costs")]
+        tensor_points, tensor_seconds = measured.get(Layout.TENSOR, ((), []))
+        self._costs = costs_from_measurements(
+            *measured[Layout.LAYER], tensor_points, tensor_seconds, self._shift_seconds_per_token()
+        )
+        return self._costs
+
+    def memory(self) -> tuple[MemoryReported, ...]:
+        """Each rank's memory now."""
+        self._group.broadcast(ReportMemory())
+        return self._collect(MemoryReported, "report memory")
+
+    def shutdown(self) -> None:
+        """Tell all ranks to end."""
+        self._group.broadcast(Shutdown())
+
+    # Requests
+
+    def submit(self, request: GenerationRequest) -> RequestId:
+        """Queue a request. Raises `InputError` when it cannot be run."""
+        request_id = RequestId(self._next_request)
+        plan = plan_request(
+            request_id,
+            request,
+            ranks=self._group.ranks,
+            vocab=self._spec.vocab,
+            context_tokens=self._settings.context_tokens,
+            costs=self._costs,
+            limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
+        )
+        self._next_request += 1
+        self._times[request_id] = RequestTimes()
+        self._scheduler.submit(plan)
+        return request_id
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
+        self._scheduler.cancel(request)
+
+    def stop(self, request: RequestId, kept_tokens: int) -> None:
+        """A stop string was found in the text: the answer ends with its first `kept_tokens` tokens."""
+        self._scheduler.stop(request, kept_tokens)
+
+    def step(self, timeout_seconds: float) -> list[Event]:
+        """Send what can be sent, take what has come (waiting for the first report), and return what happened.
+
+        Raises `WorkerLostError` naming the ranks that have not reported for `tick_timeout_seconds`.
+        """
+        self._send()
+        self._pump(0.0 if self._events else timeout_seconds)
+        self._send()
+        self._check_progress()
+        events, self._events = self._events, []
+        return events
+
+    def hash_kv(self, request: RequestId, tokens: int) -> dict[tuple[int, int], frozenset[str]]:
+        """(layer, KV head) -> digests of the first `tokens` positions, in the request's present layout.
+
+        More than one digest: ranks that hold the same head disagree. Raises `InputError` when it is not open.
+        """
+        query = self._scheduler.hash_kv(request, tokens)
+        if query is None:
+            raise InputError(f"request {request} is not open")
+        deadline = self._clock() + self._settings.answer_timeout_seconds
+        while not query.complete:
+            self._send()
+            self._pump(POLL_SECONDS)
+            if self._clock() > deadline:
+                raise WorkerLostError(f"not every rank answered within {self._settings.answer_timeout_seconds:g} s")
+        return query.digests()
+
+    # The loop
+
+    def _send(self) -> None:
+        if not self._scheduler.late_ranks():
+            self._progress_at = self._clock()  # nothing was due until now
+        for command in self._scheduler.next_commands():
+            self._group.broadcast(command)
+        self._note_events()
+
+    def _pump(self, timeout_seconds: float) -> None:
+        report = self._group.receive(timeout_seconds)
+        while report is not None:
+            self._progress_at = self._clock()
+            self._handle(report)
+            report = self._group.receive(0.0)
+        self._note_events()
+
+    def _handle(self, report: AnyReport) -> None:
+        match report:
+            case TickFinished():
+                self._scheduler.tick_finished(report)
+            case ShiftPrepared():
+                self._scheduler.shift_prepared(report)
+            case ShiftCommitted():
+                self._scheduler.shift_committed(report)
+            case KvHashed():
+                self._scheduler.kv_hashed(report)
+            case LoadProgress() | ModelLoaded() | CostsMeasured() | MemoryReported():
+                self._answers.append(report)
+            case Hello() | Heartbeat() | WorkerFailed():
+                raise ProtocolError(f"the group handed on a {type(report).__name__} of rank {report.rank}")
+            case _:
+                assert_never(report)
+
+    def _note_events(self) -> None:
+        """Give the scheduler's events their time, and turn them into what the user sees."""
+        now = self._clock()
+        for event in self._scheduler.take_events():
+            match event:
+                case Started():
+                    self._times[event.request].started = now
+                case PromptRead():
+                    self._times[event.request].prompt_read = now
+                case TokenEvent() | LogitsEvent() | ScoresEvent():
+                    self._times[event.request].last_result = now
+                    self._events.append(event)
+                case Ended():
+                    request_id = event.session.plan.request_id
+                    result = build_result(event.session, self._times.pop(request_id))
+                    self._events.append(FinishedEvent(request_id, result))
+                case _:
+                    assert_never(event)
+
+    def _check_progress(self) -> None:
+        late = self._scheduler.late_ranks()
+        waited = self._clock() - self._progress_at
+        if late and waited > self._settings.tick_timeout_seconds:
+            raise WorkerLostError(f"no progress for {waited:.0f} s: {_ranks_text(late)} did not report")
+
+    def _collect(
+        self, kind: type[R], doing: str, on_progress: Callable[[Rank, int, int], None] | None = None
+    ) -> tuple[R, ...]:
+        """One report of a kind from every rank, in rank order. Raises `WorkerLostError` without any progress."""
+        found: dict[Rank, R] = {}
+        self._progress_at = self._clock()
+        while len(found) < self._group.ranks:
+            self._pump(POLL_SECONDS)
+            answers, self._answers = self._answers, []
+            for report in answers:
+                if isinstance(report, kind):
+                    found[report.rank] = report
+                elif isinstance(report, LoadProgress) and on_progress is not None:
+                    on_progress(report.rank, report.done_bytes, report.total_bytes)
+            waited = self._clock() - self._progress_at
+            if waited > self._settings.answer_timeout_seconds:
+                absent = frozenset(Rank(rank) for rank in range(self._group.ranks)) - found.keys()
+                raise WorkerLostError(f"asked to {doing}, {_ranks_text(absent)} did not answer for {waited:.0f} s")
+        return tuple(found[Rank(rank)] for rank in range(self._group.ranks))
+
+    def _shift_seconds_per_token(self) -> float:
+        """KV bytes that each rank receives, (S-1)/S² of the whole, over the link's speed."""
+        if self._kv_format is None:
+            return 0.0
+        token_bytes = sum(
+            layer.kv_heads
+            * (row_bytes(self._kv_format.key, layer.key_width) + row_bytes(self._kv_format.value, layer.value_width))
+            for layer in self._spec.layers
+        )
+        ranks = self._group.ranks
+        speed = LINK_BYTES_PER_SECOND["cpu" if self._settings.device == "cpu" else "cuda"]
+        return token_bytes * (ranks - 1) / ranks**2 / speed
+
+
+def generate(
+    driver: Driver, request: GenerationRequest, should_stop: Callable[[SampledToken], bool] | None = None
+) -> Iterator[Event]:
+    """Run one request to its end: its events as they come, the `FinishedEvent` last.
+
+    `should_stop` sees each token; True ends the answer with that token (a stop string). A caller that leaves early
+    cancels the request.
+    """
+    request_id = driver.submit(request)
+    stopped = finished = False
+    try:
+        while not finished:
+            for event in driver.step(POLL_SECONDS):
+                if event.request != request_id or (stopped and isinstance(event, TokenEvent)):
+                    continue
+                finished = isinstance(event, FinishedEvent)
+                if isinstance(event, TokenEvent) and should_stop is not None and should_stop(event.token):
+                    stopped = True
+                    driver.stop(request_id, event.index + 1)
+                yield event
+    finally:
+        if not finished:
+            driver.cancel(request_id)
+
+
+def _slots_of_rank(placement: Placement, settings: DriverSettings) -> tuple[int, ...]:
+    blocks = -(-settings.context_tokens // BLOCK_TOKENS)
+    open_journeys = journeys(placement.ranks, settings.prefill, settings.decode)
+    one = slots_needed(blocks, placement.ranks, zero_bundles(placement), open_journeys)
+    return tuple(slots * settings.parallel_requests for slots in one)
+
+
+def _ranks_text(ranks: frozenset[Rank]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"

@@ -1,0 +1,86 @@
+"""From an ended session and the driver's times to what the user is told. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+from ..proto.ids import Rank
+from .generation import (
+    DecodeResult,
+    FinishReason,
+    GenerationResult,
+    PrefillResult,
+    ShiftResult,
+    StageTimes,
+)
+from .session import Session
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Seconds of the driver's clock. None: that has not happened."""
+
+    started: float | None = None  # the first command is in the log
+    prompt_read: float | None = None  # and the first token is known
+    last_result: float | None = None  # token or logits
+
+
+def build_result(session: Session, times: RequestTimes) -> GenerationResult:
+    """The whole story of a request that has ended."""
+    shift = _shift(session)
+    return GenerationResult(
+        prompt_tokens=session.prompt_tokens,
+        tokens=tuple(session.tokens),
+        finish_reason=session.finish_reason or FinishReason.ERROR,
+        prefill=_prefill(session, times),
+        shift=shift,
+        decode=_decode(session, times, shift.exposed_seconds if shift else 0.0),
+        warning=session.warning,
+        error=session.error,
+    )
+
+
+def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
+    chunks = session.plan.chunks[: session.chunks_handed_out]
+    seconds = _between(times.started, times.prompt_read)
+    stages = tuple(
+        StageTimes(Rank(rank), busy, waiting)
+        for rank, (busy, waiting) in enumerate(zip(session.busy_seconds, session.waiting_seconds, strict=True))
+    )
+    return PrefillResult(
+        layout=session.plan.prefill,
+        chunks=chunks,
+        seconds=seconds,
+        tokens_per_second=_rate(sum(chunks), seconds),
+        reason=session.plan.layout_reason,
+        chunk_reason=session.plan.chunk_reason,
+        stages=stages,
+    )
+
+
+def _shift(session: Session) -> ShiftResult | None:
+    reports = session.shift_reports
+    if not reports:
+        return None
+    return ShiftResult(
+        source=session.plan.prefill,
+        to=session.layout,
+        seconds=max(report.seconds for report in reports),
+        exposed_seconds=max(report.exposed_seconds for report in reports),
+        kv_bytes=sum(report.kv_bytes for report in reports),
+        weight_bytes=sum(report.weight_bytes for report in reports),
+        hashes_equal=session.hashes_equal,
+    )
+
+
+def _decode(session: Session, times: RequestTimes, exposed_seconds: float) -> DecodeResult:
+    """The exposed part of the shift is the shift's, not the decode's."""
+    steps = session.steps_done
+    seconds = max(0.0, _between(times.prompt_read, times.last_result) - exposed_seconds) if steps else 0.0
+    return DecodeResult(session.layout, steps, seconds, _rate(steps, seconds))
+
+
+def _between(first: float | None, last: float | None) -> float:
+    return max(0.0, last - first) if first is not None and last is not None else 0.0
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,339 @@
+"""Many requests, one log: builds `RunTick`s from the state of all sessions. Pure: no I/O, no clock.
+
+Each tick moves the pipeline on by one stage, lets one more chunk in, and runs decode steps for all requests that are
+past their prompt. Workers never wait for the coordinator: several ticks are outstanding at any time. A request's
+chunks that are in the pipeline run to its end even if the request ended meanwhile, so that no stage waits for a hidden
+state that nobody sends; only then are its slots freed.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
+from ..proto.errors import ProtocolError
+from ..proto.ids import Layout, Rank, RequestId
+from ..proto.kv import BLOCK_TOKENS
+from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
+from .generation import FinishReason, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .session import HashQuery, Phase, Session
+from .slots import SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`lookahead_steps`: decode steps in a tick without chunks. `decode_credits`: such ticks outstanding."""
+
+    ranks: int
+    max_open: int = 8  # requests open at a time; more wait, first in first out
+    lookahead_steps: int = 4
+    decode_credits: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request's `OpenRequest` is in the log."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead:
+    """The tick in which the prompt's last chunk left the last stage is done."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request's slots are free and every rank has reported: `session` is final."""
+
+    session: Session
+
+
+SchedulerEvent: TypeAlias = Started | PromptRead | TokenEvent | LogitsEvent | ScoresEvent | Ended
+
+
+@dataclass(slots=True)
+class TickRecord:
+    """A tick in the log that not every rank has reported."""
+
+    tick: RunTick
+    missing: set[Rank]
+    freed: list[Session] = field(default_factory=list)
+
+
+class Scheduler:
+    """Sessions, the pipeline, and the ticks under way."""
+
+    def __init__(self, settings: SchedulerSettings, slots: SlotPool) -> None:
+        self._settings = settings
+        self._slots = slots
+        self._waiting: deque[Session] = deque()
+        self._open: dict[RequestId, Session] = {}  # in order of opening, until their frees are in the log
+        self._closing: dict[RequestId, Session] = {}  # frees are in the log, not yet reported by all
+        self._pipeline: list[Chunk | None] = [None] * settings.ranks  # what the last tick ran on each stage
+        self._ticks: dict[int, TickRecord] = {}
+        self._sequence = 0
+        self._commands: list[AnyCommand] = []  # to be sent before the next tick
+        self._events: list[SchedulerEvent] = []
+
+    # From outside
+
+    def submit(self, plan: RequestPlan) -> None:
+        self._waiting.append(Session(plan, self._settings.ranks))
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request wherever it is. Unknown and finished ones are left alone."""
+        for session in [*self._waiting, *self._open.values()]:
+            if session.plan.request_id == request:
+                session.end(FinishReason.CANCELLED)
+        self._drop_ended_from_queue()
+
+    def stop(self, request: RequestId, kept_tokens: int) -> None:
+        """A stop string ends a request; its answer keeps `kept_tokens` tokens."""
+        session = self._open.get(request) or self._closing.get(request)
+        if session is not None:
+            session.stop(kept_tokens)
+
+    def hash_kv(self, request: RequestId, tokens: int) -> HashQuery | None:
+        """Ask all ranks for digests of an open request's first `tokens` positions; None when it is not open."""
+        session = self._open.get(request)
+        if session is None or session.phase is Phase.ENDED:
+            return None
+        query = HashQuery(self._settings.ranks)
+        session.hash_queries.append(query)
+        self._commands.append(HashKv(request, tokens))
+        return query
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._open or self._closing)
+
+    def late_ranks(self) -> frozenset[Rank]:
+        """Ranks that the oldest unfinished tick, or else a shift, waits for."""
+        if self._ticks:
+            return frozenset(next(iter(self._ticks.values())).missing)
+        return frozenset(rank for session in self._open.values() for rank in session.unanswered)
+
+    def take_events(self) -> list[SchedulerEvent]:
+        events, self._events = self._events, []
+        return events
+
+    # Reports
+
+    def tick_finished(self, report: TickFinished) -> None:
+        record = self._ticks.get(report.sequence)
+        if record is None or report.rank not in record.missing:
+            raise ProtocolError(f"rank {report.rank} finished tick {report.sequence}, which it was not waited for")
+        self._book_seconds(record.tick, report)
+        if report.rank == self._settings.ranks - 1:
+            self._take_results(record.tick, report)
+        record.missing.discard(report.rank)
+        if not record.missing:
+            del self._ticks[report.sequence]
+            for session in record.freed:
+                del self._closing[session.plan.request_id]
+                self._events.append(Ended(session))
+
+    def shift_prepared(self, report: ShiftPrepared) -> None:
+        session = self._known(report.request)
+        if session.shift_prepared(report):
+            self._abandon(session)
+
+    def shift_committed(self, report: ShiftCommitted) -> None:
+        self._known(report.request).shift_reports.append(report)
+
+    def kv_hashed(self, report: KvHashed) -> None:
+        self._known(report.request).kv_hashed(report)
+
+    def _known(self, request: RequestId) -> Session:
+        session = self._open.get(request) or self._closing.get(request)
+        if session is None:
+            raise ProtocolError(f"a report names request {request}, which is not open")
+        return session
+
+    def _book_seconds(self, tick: RunTick, report: TickFinished) -> None:
+        chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
+        if (chunk := chunk or tick.tensor_chunk) is not None:
+            session = self._known(chunk.request)
+            session.busy_seconds[report.rank] += report.busy_seconds
+            session.waiting_seconds[report.rank] += report.waiting_seconds
+
+    def _take_results(self, tick: RunTick, report: TickFinished) -> None:
+        """What the sampler reports: logits and scores, then tokens, then what the tick's end means."""
+        for rows in report.logits:
+            if self._wants(rows.request) and self._known(rows.request).plan.request.logits:
+                self._events.append(LogitsEvent(rows.request, rows))
+        self._events += [ScoresEvent(scores.request, scores) for scores in report.scores if self._wants(scores.request)]
+        for chunk in _leaving_chunks(tick):
+            session = self._known(chunk.request)
+            if chunk.start + len(chunk.tokens) == session.prompt_tokens:
+                self._events.append(PromptRead(chunk.request))
+                session.prefill_finished()
+        for token in report.tokens:
+            if (event := self._known(token.request).accept(token)) is not None:
+                self._events.append(event)
+        for batch in tick.decode:
+            for entry in batch.entries:
+                self._known(entry.request).steps_came_back(batch.steps)
+
+    def _wants(self, request: RequestId) -> bool:
+        return self._known(request).phase is not Phase.ENDED
+
+    # The log
+
+    def next_commands(self) -> list[AnyCommand]:
+        """All that can be put into the log now, in order."""
+        log: list[AnyCommand] = []
+        while True:
+            log += self._take_commands()
+            log += self._open_waiting()
+            tick = self._next_tick()
+            log += self._take_commands()
+            if tick is None:
+                return log
+            log.append(tick)
+            log += self._commit_shifts()
+
+    def _take_commands(self) -> list[AnyCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _open_waiting(self) -> list[AnyCommand]:
+        commands: list[AnyCommand] = []
+        while self._waiting and len(self._open) < self._settings.max_open:
+            opened = self._try_open(self._waiting[0])
+            if opened is None:
+                break
+            self._waiting.popleft()
+            commands += opened
+        return commands
+
+    def _try_open(self, session: Session) -> list[AnyCommand] | None:
+        """Commands that open a request, none if it can never be opened, None if it has to wait for slots."""
+        plan = session.plan
+        blocks = -(-plan.cells // BLOCK_TOKENS)
+        shifts = plan.decode is not plan.prefill and plan.decode_steps > 0
+        if shifts and not self._slots.fits(blocks, (plan.prefill, plan.decode)) and not self._open:
+            shifts = False
+            session.warning = (
+                f"no room for a shift to the {plan.decode} layout: the request stays in the {plan.prefill} layout"
+            )
+        if not self._slots.fits(blocks, (plan.prefill, plan.decode if shifts else plan.prefill)):
+            if self._open:
+                return None
+            session.error = f"{plan.cells} tokens need more KV slots than the workers have"
+            session.end(FinishReason.ERROR)
+            self._events.append(Ended(session))
+            return []
+        table = self._slots.grant(blocks, plan.prefill)
+        if table is None:
+            raise AssertionError("slots that fit could not be granted")
+        target = self._slots.grant_shift(table, plan.decode) if shifts else None
+        self._open[plan.request_id] = session
+        self._events.append(Started(plan.request_id))
+        return session.open(table, target)
+
+    def _drop_ended_from_queue(self) -> None:
+        ended = [session for session in self._waiting if session.phase is Phase.ENDED]
+        self._events += [Ended(session) for session in ended]
+        self._waiting = deque(session for session in self._waiting if session not in ended)
+
+    def _next_tick(self) -> RunTick | None:
+        """The next tick, if there is work for one and few enough are outstanding."""
+        outstanding = len(self._ticks)
+        if outstanding >= self._settings.ranks + 2:
+            return None
+        sessions = list(self._open.values())
+        chunks_left = self._advance_is_due() or any(session.has_chunk for session in sessions)
+        may_decode = chunks_left or outstanding < self._settings.decode_credits
+        moves = [move for session in sessions for move in session.take_moves()]
+        stages, tensor_chunk = self._advance(sessions)
+        batches = self._batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
+        freed = self._closable(stages)
+        if not (moves or stages or tensor_chunk or batches or freed):
+            return None
+        frees = tuple(session.plan.request_id for session in freed)
+        tick = RunTick(self._sequence, stages, tensor_chunk, batches, tuple(moves), frees)
+        self._sequence += 1
+        self._note_written(tick)
+        self._ticks[tick.sequence] = TickRecord(tick, {Rank(rank) for rank in range(self._settings.ranks)}, freed)
+        for session in freed:
+            self._close(session)
+        return tick
+
+    def _advance_is_due(self) -> bool:
+        return any(chunk is not None for chunk in self._pipeline[:-1])
+
+    def _advance(self, sessions: Iterable[Session]) -> tuple[tuple[Chunk | None, ...], Chunk | None]:
+        """Move the pipeline on by one stage and let the next chunk in; one tensor chunk beside it."""
+        entering = _next_chunk(sessions, Layout.LAYER)
+        self._pipeline = [entering, *self._pipeline[:-1]]
+        stages = tuple(self._pipeline) if any(chunk is not None for chunk in self._pipeline) else ()
+        return stages, _next_chunk(sessions, Layout.TENSOR)
+
+    def _batches(self, sessions: Iterable[Session], most_steps: int) -> tuple[Batch, ...]:
+        batches = []
+        for layout in Layout:
+            ready = [session for session in sessions if session.layout is layout and session.steps_left > 0]
+            if ready:
+                careful = any(session.plan.request.one_step_at_a_time for session in ready)
+                steps = 1 if careful else min(most_steps, *(session.steps_left for session in ready))
+                entries = tuple(session.decode_entry(steps) for session in ready)
+                logits = any(session.plan.request.logits for session in ready)
+                batches.append(Batch(layout, steps, entries, logits))
+        return tuple(batches)
+
+    def _note_written(self, tick: RunTick) -> None:
+        for stage, chunk in enumerate(tick.chunk_of_stage):
+            if chunk is not None:
+                self._open[chunk.request].chunk_passed(stage, chunk)
+        if tick.tensor_chunk is not None:
+            for stage in range(self._settings.ranks):
+                self._open[tick.tensor_chunk.request].chunk_passed(stage, tick.tensor_chunk)
+
+    def _closable(self, stages: tuple[Chunk | None, ...]) -> list[Session]:
+        """Ended requests without a chunk that still has a stage to come."""
+        in_pipeline = {chunk.request for chunk in stages[:-1] if chunk is not None}
+        return [
+            session
+            for request, session in self._open.items()
+            if session.phase is Phase.ENDED and request not in in_pipeline
+        ]
+
+    def _close(self, session: Session) -> None:
+        """The tick just built frees the request: its slots may be granted to what comes later in the log."""
+        if session.target is not None:
+            self._abandon(session)
+        if session.table is not None:
+            self._slots.release(session.table, session.layout)
+        self._closing[session.plan.request_id] = self._open.pop(session.plan.request_id)
+
+    def _abandon(self, session: Session) -> None:
+        if session.target is not None:
+            self._slots.release_moving(session.target, session.plan.decode)
+            self._commands += session.abandon()
+
+    def _commit_shifts(self) -> list[AnyCommand]:
+        commands: list[AnyCommand] = []
+        for session in self._open.values():
+            if session.can_commit and session.table is not None:
+                self._slots.release_moving(session.table, session.layout)
+                commands += session.commit()
+        return commands
+
+
+def _next_chunk(sessions: Iterable[Session], layout: Layout) -> Chunk | None:
+    """The first open request of a layout that has prompt left."""
+    for session in sessions:
+        if session.layout is layout and session.has_chunk:
+            return session.next_chunk()
+    return None
+
+
+def _leaving_chunks(tick: RunTick) -> list[Chunk]:
+    """Chunks that are through all layers at the end of a tick."""
+    leaving = [tick.chunk_of_stage[-1] if tick.chunk_of_stage else None, tick.tensor_chunk]
+    return [chunk for chunk in leaving if chunk is not None]

@@ -1,0 +1,277 @@
+"""One request as a state machine: queued, prefill, shift, decode, ended. Events in, instructions out; no I/O, no clock.
+
+A session knows what it has put into the log, not when workers run it: the log is run in order, so what earlier ticks
+hold may be relied on. What workers answer decides only when the request ends and whether its shift may begin.
+"""
+
+from collections import defaultdict
+from enum import StrEnum
+
+from ..proto.commands import (
+    AbandonShift,
+    AnyCommand,
+    BatchEntry,
+    Chunk,
+    CommitShift,
+    HashKv,
+    Move,
+    OpenRequest,
+    PrepareShift,
+)
+from ..proto.errors import ProtocolError
+from ..proto.ids import Rank
+from ..proto.kv import BLOCK_TOKENS, BundleTable
+from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftPrepared
+from .generation import FinishReason, RequestPlan, TokenEvent
+
+
+class Phase(StrEnum):
+    QUEUED = "queued"
+    PREFILL = "prefill"  # from `OpenRequest` until the last chunk has left the last stage
+    SHIFT = "shift"  # the prompt is read; moves or acknowledgements are missing
+    DECODE = "decode"
+    ENDED = "ended"  # its fate is known; chunks may still be in the pipeline, and its slots are still held
+
+
+class HashQuery:
+    """One `HashKv`, as the ranks answer it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._answers: dict[Rank, KvHashed] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self._answers) == self._ranks
+
+    def missing(self, rank: Rank) -> bool:
+        return rank not in self._answers
+
+    def answer(self, report: KvHashed) -> None:
+        self._answers[report.rank] = report
+
+    def digests(self) -> dict[tuple[int, int], frozenset[str]]:
+        """(layer, KV head) -> digests; more than one where ranks that hold the same head disagree."""
+        found: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+        for report in self._answers.values():
+            for layer, head, digest in report.digests:
+                found[layer, head].add(digest)
+        return {head: frozenset(digests) for head, digests in found.items()}
+
+
+class Session:
+    """State of one request. The scheduler calls it while it builds ticks and when reports come in."""
+
+    def __init__(self, plan: RequestPlan, ranks: int) -> None:
+        self.plan = plan
+        self.phase = Phase.QUEUED
+        self.layout = plan.prefill
+        self.table: BundleTable | None = None
+        self.target: BundleTable | None = None  # while a shift is prepared and not yet committed
+        self.tokens: list[SampledToken] = []
+        self.finish_reason: FinishReason | None = None
+        self.warning: str | None = None
+        self.error: str | None = None
+        self.shift_reports: list[ShiftCommitted] = []
+        self.hash_queries: list[HashQuery] = []
+        self.shift_hashes: tuple[HashQuery, HashQuery] | None = None  # before and after, where asked for
+        self.busy_seconds = [0.0] * ranks
+        self.waiting_seconds = [0.0] * ranks
+        self.chunks_handed_out = 0
+        self._ranks = ranks
+        self._read_tokens = 0  # of the prompt, handed out in chunks
+        self._written = [0] * ranks  # positions each stage has written in ticks already built
+        self._moved_blocks = [0] * ranks
+        self._accepted: set[Rank] = set()
+        self._steps_handed_out = 0
+        self._steps_seen = 0  # steps whose results have come back
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.plan.request.prompt)
+
+    @property
+    def steps_done(self) -> int:
+        """Decode steps that count: forced ones, or those that gave a token of the answer."""
+        return self._steps_seen if self.plan.request.forced else max(0, len(self.tokens) - 1)
+
+    # Opening
+
+    def open(self, table: BundleTable, target: BundleTable | None) -> list[AnyCommand]:
+        """Slots are granted. With a target the shift is prepared at once: full blocks stream behind the chunks."""
+        self.phase, self.table, self.target = Phase.PREFILL, table, target
+        plan = self.plan
+        commands: list[AnyCommand] = [
+            OpenRequest(plan.request_id, plan.request.prompt, plan.prefill, table, plan.request.sampling)
+        ]
+        if target is not None:
+            commands.append(PrepareShift(plan.request_id, plan.decode, target))
+        return commands
+
+    # Prefill
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.phase is Phase.PREFILL and self._read_tokens < self.prompt_tokens
+
+    def next_chunk(self) -> Chunk:
+        """Hand out the prompt's next chunk; only while `has_chunk`."""
+        request, start = self.plan.request, self._read_tokens
+        end = start + self.plan.chunks[self.chunks_handed_out]
+        self.chunks_handed_out += 1
+        self._read_tokens = end
+        last = end == self.prompt_tokens
+        targets = request.targets[start:end]
+        return Chunk(
+            self.plan.request_id,
+            start,
+            request.prompt[start:end],
+            sample=last and self.plan.max_tokens > 0 and not request.forced,
+            logits=request.logits,
+            targets=targets if any(target >= 0 for target in targets) else (),
+        )
+
+    def chunk_passed(self, stage: int, chunk: Chunk) -> None:
+        """The tick just built runs `chunk` on `stage` (under tensor parallelism: call for every stage)."""
+        self._written[stage] = chunk.start + len(chunk.tokens)
+        if self.phase is Phase.PREFILL and min(self._written) == self.prompt_tokens:
+            self.phase = Phase.SHIFT if self.target is not None else Phase.DECODE
+
+    def prefill_finished(self) -> None:
+        """The tick in which the last chunk left the last stage is done."""
+        if self.plan.max_tokens == 0 and not self.plan.request.forced:
+            self.end(FinishReason.LENGTH)
+
+    # The shift
+
+    def shift_prepared(self, report: ShiftPrepared) -> bool:
+        """Count an acknowledgement. True: a rank declined, and the shift is to be abandoned."""
+        if self.target is None:
+            return False  # abandoned before; this answer was under way
+        if report.accepted:
+            self._accepted.add(report.rank)
+            return False
+        self.warning = (
+            f"rank {report.rank} declined the shift to the {self.plan.decode} layout ({report.reason}): "
+            f"the request stays in the {self.layout} layout"
+        )
+        return True
+
+    def take_moves(self) -> list[Move]:
+        """Blocks to send in the tick being built: full ones that earlier ticks have written, then the rest."""
+        if self.target is None or len(self._accepted) < self._ranks or self.phase is Phase.ENDED:
+            return []
+        moves = []
+        for stage, written in enumerate(self._written):
+            whole = written == self.prompt_tokens
+            end = self._blocks(written) if whole else written // BLOCK_TOKENS
+            first, self._moved_blocks[stage] = self._moved_blocks[stage], end
+            if end > first:
+                moves.append(Move(self.plan.request_id, self.plan.decode, stage, first, end))
+        return moves
+
+    @property
+    def unanswered(self) -> frozenset[Rank]:
+        """Ranks that a shift waits for before the request can go on."""
+        if self.phase is not Phase.SHIFT:
+            return frozenset()
+        return frozenset(Rank(rank) for rank in range(self._ranks)) - self._accepted
+
+    @property
+    def can_commit(self) -> bool:
+        """All blocks are in moves of ticks already built."""
+        return self.phase is Phase.SHIFT and min(self._moved_blocks) == self._blocks(self.prompt_tokens)
+
+    def commit(self) -> list[AnyCommand]:
+        """From here on the request runs in its decode layout. The caller releases the source's slots."""
+        request_id = self.plan.request_id
+        self.layout, self.table, self.target = self.plan.decode, self.target, None
+        self.phase = Phase.DECODE
+        commit = CommitShift(request_id, self.layout)
+        if not self.plan.request.verify_shift:
+            return [commit]
+        self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
+        self.hash_queries += self.shift_hashes
+        question = HashKv(request_id, self.prompt_tokens)
+        return [question, commit, question]
+
+    def abandon(self) -> list[AnyCommand]:
+        """Forget a shift that was not committed. The caller releases the target's slots."""
+        self.target = None
+        if self.phase is Phase.SHIFT:
+            self.phase = Phase.DECODE
+        return [AbandonShift(self.plan.request_id)]
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // BLOCK_TOKENS)
+
+    # Decode
+
+    @property
+    def steps_left(self) -> int:
+        """Decode steps that may be handed out now."""
+        if self.phase is not Phase.DECODE:
+            return 0
+        results_due = self._steps_handed_out > self._steps_seen or (not self.plan.request.forced and not self.tokens)
+        if self.plan.request.one_step_at_a_time and results_due:
+            return 0
+        return self.plan.decode_steps - self._steps_handed_out
+
+    def decode_entry(self, steps: int) -> BatchEntry:
+        """Hand out `steps` steps, at most `steps_left`."""
+        first = self._steps_handed_out
+        self._steps_handed_out += steps
+        forced = self.plan.request.forced[first : first + steps]
+        return BatchEntry(self.plan.request_id, self.prompt_tokens + first, forced)
+
+    # Results
+
+    def accept(self, token: SampledToken) -> TokenEvent | None:
+        """A token came back; None where it came too late or was not meant as output."""
+        if self.phase is Phase.ENDED or self.plan.request.forced:
+            return None
+        if token.error is not None:
+            self.error = token.error
+            self.end(FinishReason.ERROR)
+            return None
+        if len(self.tokens) >= self.plan.max_tokens:
+            raise ProtocolError(f"request {self.plan.request_id} got more tokens than it has steps")
+        self.tokens.append(token)
+        if token.token in self.plan.request.stop_tokens:
+            self.end(FinishReason.STOP)
+        elif len(self.tokens) == self.plan.max_tokens:
+            self.end(FinishReason.LENGTH)
+        return TokenEvent(self.plan.request_id, len(self.tokens) - 1, token)
+
+    def steps_came_back(self, steps: int) -> None:
+        """The sampler has reported a tick with `steps` decode steps of this request, after its tokens."""
+        self._steps_seen += steps
+        if self.plan.request.forced and self._steps_seen == self.plan.decode_steps:
+            self.end(FinishReason.LENGTH)
+
+    def stop(self, kept_tokens: int) -> None:
+        """A stop string was found: the answer ends with its first `kept_tokens` tokens."""
+        if self.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
+            self.tokens = self.tokens[:kept_tokens]
+            self.finish_reason = FinishReason.STOP
+            self.phase = Phase.ENDED
+
+    def end(self, reason: FinishReason) -> None:
+        """Its fate is known; the first reason counts."""
+        if self.phase is not Phase.ENDED:
+            self.phase, self.finish_reason = Phase.ENDED, reason
+
+    def kv_hashed(self, report: KvHashed) -> None:
+        """The ranks answer hash queries in the order they were asked."""
+        query = next((query for query in self.hash_queries if query.missing(report.rank)), None)
+        if query is None:
+            raise ProtocolError(f"rank {report.rank} sent a hash of request {report.request} that nobody asked for")
+        query.answer(report)
+
+    @property
+    def hashes_equal(self) -> bool | None:
+        """Whether keys and values were the same before and after the shift; None where it was not asked for."""
+        if self.shift_hashes is None:
+            return None
+        before, after = (query.digests() for query in self.shift_hashes)
+        return before == after and all(len(digests) == 1 for digests in before.values())
