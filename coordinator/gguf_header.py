@@ -12,17 +12,15 @@ import os
 import stat
 import struct
 from dataclasses import dataclass
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from ..proto.errors import ModelFileError, UnsupportedModelError
+from .gguf_types import TensorType, supported_types, unsupported_type
 
 # Strings are str; bytes that are not UTF-8 (byte tokens of some vocabularies) are kept as surrogates:
 # text.encode("utf-8", "surrogateescape") gives the file's bytes back. Arrays of numbers are numpy arrays.
@@ -91,29 +89,6 @@ class GgufHeader:
     def data_end(self) -> int:
         """Absolute end of the last tensor, without padding."""
         return self.data_start + max((tensor.end for tensor in self.tensors), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A storage type whose rows can be expanded here."""
-
-    name: str
-    block: int  # elements
-    block_bytes: int
-
-
-@cache
-def supported_types() -> dict[int, TensorType]:
-    """Types the `gguf` package can expand, by id: asked of it, so that loader and workers cannot disagree."""
-    found = {}
-    for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
-        try:
-            with np.errstate(all="ignore"):
-                dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
-        except NotImplementedError:
-            continue
-        found[int(kind)] = TensorType(kind.name, block, block_bytes)
-    return found
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -341,7 +316,7 @@ class _Walker:
         shape = tuple(reversed(sizes))
         kind = supported_types().get(type_id)
         if kind is None:
-            raise UnsupportedModelError(f"{self.path}: {_unsupported_type(what, type_id)}")
+            raise UnsupportedModelError(f"{self.path}: {unsupported_type(what, type_id)}")
         if offset % alignment:
             self.fail(
                 f"{what} starts at offset {offset}, which is not a multiple of the file's alignment {alignment}"
@@ -380,13 +355,6 @@ class _Walker:
                 f"cut off: {missing} bytes are missing at the end (tensor {shown(last.name)} ends at byte "
                 f"{data_start + last.end}, the file has {self.file_bytes}); download it again"
             )
-
-
-def _unsupported_type(what: str, type_id: int) -> str:
-    known = ", ".join(f"{kind.name} ({number})" for number, kind in sorted(supported_types().items()))
-    named = {int(kind): kind.name for kind in GGMLQuantizationType}.get(type_id)
-    label = f"type id {type_id}" + (f" ({named})" if named else "")
-    return f"{what} has {label}, which is not supported; supported types: {known}"
 
 
 def _refuse_magic(path: Path, magic: bytes) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def resolve_model(text: str) -> ModelFiles:
     Raises ModelFileError (missing, damaged, cut off, an incomplete or mixed split), UnsupportedModelError (a version or
     tensor type not known here), InputError (the demo model is not installed).
     """
-    path = demo_path() if text == DEMO_WORD else Path(text).expanduser()
+    path = demo_path() if text == DEMO_WORD else Path(os.path.expanduser(text))
     header = read_header(path)
     headers = _all_shards(header) if _split_number(header, "split.count", 1) > 1 else (header,)
     return ModelFiles(headers, tuple(_file_facts(one) for one in headers))

@@ -94,7 +94,9 @@ def _open_source(files: ModelFiles) -> _Source:
 
 def _model_name(files: ModelFiles) -> str:
     name = files.metadata.get("general.name")
-    return name if isinstance(name, str) and name else files.path.stem
+    if not isinstance(name, str) or not name:
+        return files.path.stem
+    return name.encode("utf-8", "replace").decode()  # bytes that are no text cannot travel in a message
 
 
 def _block_of(tensor_name: str) -> int:

@@ -119,6 +119,7 @@ def test_what_is_not_a_model_file_is_named(tmp_path: Path) -> None:
         str(tmp_path / "page.gguf" / "inside"): "cannot be opened",
         "/dev/null": "not a regular file",
         "a\0b": "not a file name",
+        "~nobody-by-this-name/model.gguf": "no such file",
     }.items():
         with pytest.raises(ModelFileError, match=message):
             resolve_model(text)

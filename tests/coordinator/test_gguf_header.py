@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from gearshift.coordinator.gguf_header import read_header, supported_types
+from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.gguf_types import supported_types
 from gearshift.proto.errors import InputError, ModelFileError, UnsupportedModelError
 from gearshift.tests.helpers.gguf_builder import build_model, key, raw_gguf, string, tensor
 
@@ -286,8 +287,8 @@ def test_values_of_every_kind_are_read(tmp_path: Path) -> None:
         assert found[name] == value
         assert type(found[name]) is type(value)
     assert found["words"] == ["a", "", "日本"]
-    assert np.array_equal(found["numbers"], [1.5, -2.0])  # type: ignore[arg-type]
-    assert np.array_equal(found["flags"], [True, False, True])  # type: ignore[arg-type]
+    assert np.array_equal(np.asarray(found["numbers"]), [1.5, -2.0])
+    assert np.array_equal(np.asarray(found["flags"]), [True, False, True])
 
 
 def test_strings_that_are_not_utf8_keep_their_bytes(tmp_path: Path) -> None:
