@@ -114,7 +114,9 @@ def _feed_forward_grid(spec: ModelSpec, layer: int, shares: Shares) -> Grid:
     down = spec.layer_tensor(layer, "ffn_down.weight")
     block = 1 if down is None else block_columns(down.type_name)
     if width % block:
-        raise UnsupportedModelError(f"layer {layer}: {width} columns of ffn_down are not whole blocks of {block}")
+        raise UnsupportedModelError(
+            f"layer {layer}: {width} columns of ffn_down are not whole blocks of {block}"
+        )
     # A row split falls on quant blocks; where there are none, on widths that keep rows of the parts aligned.
     unit = block if block > 1 else aligned_unit(width, shares, ALIGNED_COLUMNS)
     whole = [spec.layer_tensor(layer, name) for name in ("ffn_gate.weight", "ffn_up.weight")]
