@@ -1,14 +1,13 @@
 """The transformer itself: one pass of some rows through some layers, in either layout.
 
 The layer layout runs all parts of a layer here; the tensor layout runs the own part and sums over the ranks, once per
-half block. Both are the same code over a different `LayerView`.
+half block. Both are the same code over different parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from ...proto.ids import Layout
@@ -17,7 +16,7 @@ from ..kernels.attention import attend
 from ..kernels.elementwise import gated, rms_norm
 from ..kv import KvStore
 from ..requests import RequestState
-from ..weights.layer import LayerView, PartView, Weights
+from ..weights.layer import LayerWeights, PartWeights, Weights
 from .rope import RopeTable, Rotation, rotate
 
 
@@ -60,96 +59,90 @@ class Decoder:
         self, hidden_TD: Tensor, layer: int, layout: Layout, segments: Sequence[Segment], rotation: Rotation
     ) -> Tensor:
         """One layer: two half blocks, each with one visible sum over the ranks in the tensor layout."""
-        tensor_layout = layout is Layout.TENSOR
-        view = self._weights.tensor_views[layer] if tensor_layout else self._weights.layer_views[layer]
+        weights = self._weights.layers[layer]
+        split = layout is Layout.TENSOR
+        parts = (weights.own,) if split else weights.parts
         epsilon = self._spec.norm_epsilon
 
-        partial_TD = self._attention(rms_norm(hidden_TD, view.attention_norm, epsilon), view, layer, segments, rotation)
-        attention_TD = self._all_reduce(partial_TD) if tensor_layout else partial_TD
-        if view.attention_output_bias is not None:
-            attention_TD = attention_TD + view.attention_output_bias
-        if view.post_attention_norm is not None:
-            attention_TD = rms_norm(attention_TD, view.post_attention_norm, epsilon)
+        normed_TD = rms_norm(hidden_TD, weights.attention_norm, epsilon).to(self._dtype)
+        partial_TD = _sum(self._attention(normed_TD, weights, part, layer, segments, rotation) for part in parts)
+        attention_TD = self._all_reduce(partial_TD) if split else partial_TD
+        if weights.attention_output_bias is not None:
+            attention_TD = attention_TD + weights.attention_output_bias
+        if weights.post_attention_norm is not None:
+            attention_TD = rms_norm(attention_TD, weights.post_attention_norm, epsilon)
         hidden_TD = hidden_TD + attention_TD
 
-        partial_TD = self._feed_forward(rms_norm(hidden_TD, view.feed_forward_norm, epsilon), view)
-        forward_TD = self._all_reduce(partial_TD) if tensor_layout else partial_TD
-        if view.post_feed_forward_norm is not None:
-            forward_TD = rms_norm(forward_TD, view.post_feed_forward_norm, epsilon)
+        normed_TD = rms_norm(hidden_TD, weights.feed_forward_norm, epsilon).to(self._dtype)
+        partial_TD = _sum(self._feed_forward(normed_TD, part) for part in parts)
+        forward_TD = self._all_reduce(partial_TD) if split else partial_TD
+        if weights.post_feed_forward_norm is not None:
+            forward_TD = rms_norm(forward_TD, weights.post_feed_forward_norm, epsilon)
         return hidden_TD + forward_TD
 
     def _attention(
-        self, normed_TD: Tensor, view: LayerView, layer: int, segments: Sequence[Segment], rotation: Rotation
-    ) -> Tensor:
-        projected = functional.linear(normed_TD.to(self._dtype), view.qkv).float()
-        if view.qkv_bias is not None:
-            projected = projected + view.qkv_bias
-        partial_TD: Tensor | None = None
-        column = 0
-        for part in view.parts:
-            width = self._qkv_width(layer, part)
-            attended = self._attend_part(projected[:, column : column + width], view, part, layer, segments, rotation)
-            column += width
-            product_TD = functional.linear(attended, part.attention_output).float()
-            partial_TD = product_TD if partial_TD is None else partial_TD.add_(product_TD)
-        assert partial_TD is not None, "a layer view has at least one part"
-        return partial_TD
-
-    def _qkv_width(self, layer: int, part: PartView) -> int:
-        facts = self._spec.layers[layer]
-        return part.query_heads * facts.key_width + part.kv_heads * (facts.key_width + facts.value_width)
-
-    def _attend_part(
-        self, projected_TC: Tensor, view: LayerView, part: PartView, layer: int, segments: Sequence[Segment],
+        self, normed_TD: Tensor, weights: LayerWeights, part: PartWeights, layer: int, segments: Sequence[Segment],
         rotation: Rotation,
     ) -> Tensor:
-        """One part's heads: rotate, store, attend. Returns [T, query heads * V] in the compute type."""
-        facts = self._spec.layers[layer]
-        rows = projected_TC.shape[0]
-        turned_heads = part.query_heads + part.kv_heads
-        heads_THK = projected_TC[:, : turned_heads * facts.key_width].unflatten(1, (turned_heads, facts.key_width))
-        value_THV = projected_TC[:, turned_heads * facts.key_width :].unflatten(1, (part.kv_heads, facts.value_width))
-        if view.query_norm is not None and view.key_norm is not None:
-            query_TQK = rms_norm(heads_THK[:, : part.query_heads], view.query_norm, self._spec.norm_epsilon)
-            key_THK = rms_norm(heads_THK[:, part.query_heads :], view.key_norm, self._spec.norm_epsilon)
+        """One part's heads: project, rotate, store, attend. Returns its share of the output, f32 [T, D]."""
+        facts, epsilon = self._spec.layers[layer], self._spec.norm_epsilon
+        projected_TC = part.qkv(normed_TD).float()
+        if part.qkv_bias is not None:
+            projected_TC = projected_TC + part.qkv_bias
+        turned = part.query_heads + part.kv_heads
+        heads_THK = projected_TC[:, : turned * facts.key_width].unflatten(1, (turned, facts.key_width))
+        value_THV = projected_TC[:, turned * facts.key_width :].unflatten(1, (part.kv_heads, facts.value_width))
+        if weights.query_norm is not None and weights.key_norm is not None:
+            query_TQK = rms_norm(heads_THK[:, : part.query_heads], weights.query_norm, epsilon)
+            key_THK = rms_norm(heads_THK[:, part.query_heads :], weights.key_norm, epsilon)
             heads_THK = torch.cat((query_TQK, key_THK), dim=1)
         heads_THK = rotate(heads_THK, rotation)
         query_TQK, key_THK = heads_THK[:, : part.query_heads].to(self._dtype), heads_THK[:, part.query_heads :]
-        attended = torch.empty((rows, part.query_heads, facts.value_width), dtype=self._dtype, device=self._device)
+        attended_TQV = self._attend(query_TQK, key_THK, value_THV, part, layer, segments)
+        return part.attention_output(attended_TQV.flatten(1)).float()
+
+    def _attend(
+        self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, part: PartWeights, layer: int,
+        segments: Sequence[Segment],
+    ) -> Tensor:
+        """Store the rows' keys and values, then attend over each request's cache: [T, Q, V] in the compute type."""
+        facts = self._spec.layers[layer]
+        shape = (query_TQK.shape[0], part.query_heads, facts.value_width)
+        attended = torch.empty(shape, dtype=self._dtype, device=self._device)
         if not part.query_heads:
-            return attended.flatten(1)
+            return attended
         bundle = (self._stage_of_layer[layer], part.part)
         for segment in segments:
             span = slice(segment.first_row, segment.first_row + segment.rows)
             run = segment.state.slots[bundle]
             self._kv.append(bundle, layer, run, segment.start, key_THK[span], value_THV[span])
-            length = segment.start + segment.rows
-            first = max(0, segment.start + 1 - facts.sliding_window) if facts.sliding_window else 0
-            key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, length)
+            window = facts.sliding_window
+            first = max(0, segment.start + 1 - window) if window else 0
+            key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, segment.start + segment.rows)
             attended[span] = attend(
-                query_TQK[span], key_HLK, value_HLV, part.kv_head_of_query, self._spec.attention_scale,
-                facts.sliding_window,
+                query_TQK[span], key_HLK, value_HLV, part.kv_head_of_query, self._spec.attention_scale, window
             )
-        return attended.flatten(1)
+        return attended
 
-    def _feed_forward(self, normed_TD: Tensor, view: LayerView) -> Tensor:
-        both_TF = functional.linear(normed_TD.to(self._dtype), view.gate_up)
-        partial_TD: Tensor | None = None
-        column = 0
-        for part in view.parts:
-            width = part.feed_forward
-            gate_TF, up_TF = both_TF[:, column : column + width], both_TF[:, column + width : column + 2 * width]
-            column += 2 * width
-            product_TD = functional.linear(gated(gate_TF, up_TF, self._spec.activation), part.down).float()
-            partial_TD = product_TD if partial_TD is None else partial_TD.add_(product_TD)
-        assert partial_TD is not None, "a layer view has at least one part"
-        return partial_TD
+    def _feed_forward(self, normed_TD: Tensor, part: PartWeights) -> Tensor:
+        """One part's columns of the feed-forward block: its share of the output, f32 [T, D]."""
+        both_TF = part.gate_up(normed_TD)
+        gate_TF, up_TF = both_TF[:, : part.feed_forward], both_TF[:, part.feed_forward :]
+        return part.down(gated(gate_TF, up_TF, self._spec.activation)).float()
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Final norm and this rank's rows of the output matrix: f32 logits [T, own vocab]."""
         normed_TD = rms_norm(hidden_TD, self._weights.output_norm, self._spec.norm_epsilon)
-        logits_TV = functional.linear(normed_TD.to(self._dtype), self._weights.head).float()
+        logits_TV = self._weights.head(normed_TD).float()
         if self._spec.logit_scale != 1.0:
             logits_TV = logits_TV * self._spec.logit_scale
         cap = self._spec.logit_softcap
         return torch.tanh(logits_TV / cap) * cap if cap else logits_TV
+
+
+def _sum(partials: Iterable[Tensor]) -> Tensor:
+    """The parts' shares added in rank order: the order in which the ranks' own shares are added."""
+    first, *others = partials
+    for partial in others:
+        first = first.add_(partial)
+    return first

@@ -1,49 +1,48 @@
-"""One layer's weights as the two layouts see them. Both views share storage: a part has one address for life."""
+"""One layer's weights: norms that every rank holds, and parts. The two layouts differ in which parts they run."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..kernels.matrix import Matrix
+
 
 @dataclass(frozen=True, slots=True)
-class PartView:
-    """Part r of a layer: its widths, and its own row-parallel matrices."""
+class PartWeights:
+    """Part r of a layer. A part has one address for life: changing layout changes which parts run, not where they lie."""
 
     part: int
     query_heads: int
     kv_heads: int
     kv_head_of_query: tuple[int, ...]  # index within the part's KV heads, one a query head
     feed_forward: int
-    attention_output: Tensor  # [D, query_heads * V]
-    down: Tensor  # [D, feed_forward]
+    qkv: Matrix  # rows: the part's query heads, key heads, value heads
+    qkv_bias: Tensor | None
+    attention_output: Matrix  # [D, query_heads * V]
+    gate_up: Matrix  # rows: gate, up
+    down: Matrix  # [D, feed_forward]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerView:
-    """A layer as one layout runs it on this rank: all parts at once (layer layout) or the own one (tensor layout).
+class LayerWeights:
+    """A layer as this rank holds it: all parts where its own stage has the layer, else its own part."""
 
-    The rows of `qkv` are q|k|v of part 0, then of part 1, ...; those of `gate_up` gate|up likewise.
-    """
-
-    parts: tuple[PartView, ...]
+    parts: tuple[PartWeights, ...]  # in rank order
+    own: PartWeights
     attention_norm: Tensor  # [D]
-    qkv: Tensor  # [rows, D]
-    qkv_bias: Tensor | None  # [rows]
     query_norm: Tensor | None  # [K]
     key_norm: Tensor | None  # [K]
     attention_output_bias: Tensor | None  # [D]
     post_attention_norm: Tensor | None  # [D]
     feed_forward_norm: Tensor  # [D]
-    gate_up: Tensor  # [rows, D]
     post_feed_forward_norm: Tensor | None  # [D]
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of one rank. A layer that is not of the own stage has a tensor view only."""
+    """All weights of one rank."""
 
-    layer_views: dict[int, LayerView]  # own stage's layers, all parts
-    tensor_views: tuple[LayerView, ...]  # every layer, own part
+    layers: tuple[LayerWeights, ...]  # every layer of the model
     output_norm: Tensor  # [D]
-    head: Tensor  # [own vocab rows, D]
+    head: Matrix  # [own vocab rows, D]
     rope_factors: dict[str, Tensor]  # frequency divisors by tensor name

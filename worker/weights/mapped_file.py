@@ -76,7 +76,7 @@ def _row_width(tensor: TensorInfo) -> int:
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Floats:
     if kind is GGMLQuantizationType.F32:
-        return np.ascontiguousarray(raw).view(np.float32)
+        return np.array(raw).view(np.float32)  # a copy: torch takes no read-only memory
     if kind is GGMLQuantizationType.F16:
         return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
     return dequantize(np.ascontiguousarray(raw), kind)
