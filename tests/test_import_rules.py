@@ -16,6 +16,7 @@ OWNERS = {
     "zmq": ("proto/channel.py",),
     "msgspec.msgpack": ("proto/codec.py",),
     "tokenizers": ("coordinator/tokenizer/",),
+    "sentencepiece": ("coordinator/tokenizer/",),
     "jinja2": ("coordinator/",),
     "gguf": ("coordinator/", "worker/"),
     "gguf.GGUFReader": (),
