@@ -162,10 +162,10 @@ def _find_device(wanted: str, place: WorkerPlace) -> Device:
     usable = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if usable >= place.local_world_size:
         name = f"cuda:{place.local_rank}"
-        return Device(name, torch.cuda.get_device_name(place.local_rank), torch.__version__)
+        return Device(name, torch.cuda.get_device_name(place.local_rank), str(torch.__version__))
     if wanted == "cuda":
         raise InputError(f"{place.local_world_size} workers need as many CUDA devices; torch sees {usable}")
-    return Device("cpu", "cpu", torch.__version__)
+    return Device("cpu", "cpu", str(torch.__version__))
 
 
 def _run_loop(
