@@ -1,0 +1,430 @@
+"""A group of workers without processes: runs the log as real ones must, checks its rules, and answers when it likes.
+
+Commands are run by all ranks the moment they are sent (the log alone decides what happens); only the reports are held
+back, each rank's in order, ranks in any order. Keys and values are the fed token itself, kept in slots as the real
+ones are, and the model is a function of what it reads back from them: a block lost in a shift changes the answer.
+"""
+
+import struct
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import product
+from random import Random
+
+from gearshift.coordinator.slots import holder
+from gearshift.proto.commands import (
+    AbandonShift,
+    AnyCommand,
+    Batch,
+    Chunk,
+    CommitShift,
+    HashKv,
+    LoadModel,
+    MeasureCosts,
+    Move,
+    OpenRequest,
+    PrepareShift,
+    ReportMemory,
+    RunTick,
+    Shutdown,
+)
+from gearshift.proto.ids import ComputeType, KvType, Layout, Rank, RequestId
+from gearshift.proto.kv import BLOCK_TOKENS, BundleTable, KvFormat
+from gearshift.proto.reports import (
+    AnyReport,
+    CostsMeasured,
+    KvHashed,
+    LoadProgress,
+    LogitRows,
+    MemoryReported,
+    ModelLoaded,
+    SampledToken,
+    Scores,
+    ShiftCommitted,
+    ShiftPrepared,
+    TickFinished,
+)
+
+Bundle = tuple[int, int]
+
+
+def next_token(history: list[int], vocab: int) -> int:
+    """The fake model."""
+    return (sum((index + 3) * token for index, token in enumerate(history)) * 31 + 7 * len(history)) % vocab
+
+
+def expected_answer(prompt: tuple[int, ...], count: int, vocab: int, stops: frozenset[int] = frozenset()) -> list[int]:
+    """What a request without a group would be answered with."""
+    history = list(prompt)
+    answer: list[int] = []
+    while len(answer) < count:
+        answer.append(next_token(history, vocab))
+        history.append(answer[-1])
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+def logprob(history: list[int], target: int, vocab: int) -> float:
+    return -1.0 - ((next_token(history, vocab) + target) % 13) / 13
+
+
+def logits_row(history: list[int], vocab: int) -> list[float]:
+    return [float((next_token(history, vocab) + index) % vocab) for index in range(vocab)]
+
+
+@dataclass
+class FakeRequest:
+    """What all ranks together know of an open request."""
+
+    command: OpenRequest
+    layout: Layout
+    table: BundleTable
+    target: BundleTable | None = None
+    to: Layout | None = None
+    written: list[int] = field(default_factory=list)  # positions, by stage
+    moved: Counter[tuple[int, int]] = field(default_factory=Counter)  # (stage, block)
+    accepted: bool = True
+    last_token: int = -1
+
+
+class FakeGroup:
+    """A `Group`. `declining` requests are declined by one rank; `silent` ranks never report a tick."""
+
+    def __init__(
+        self,
+        ranks: int,
+        slots: tuple[int, ...],
+        *,
+        vocab: int = 97,
+        random: Random | None = None,
+        empty: frozenset[Bundle] = frozenset(),
+        declining: frozenset[int] = frozenset(),
+        silent: frozenset[int] = frozenset(),
+        failing_after: int | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.vocab = vocab
+        self.log: list[AnyCommand] = []
+        self.ticks: list[RunTick] = []
+        self.most_outstanding = 0
+        self.requests: dict[RequestId, FakeRequest] = {}
+        self.ended: set[RequestId] = set()
+        self.owner: list[dict[int, tuple[RequestId, Bundle, int]]] = [{} for _ in range(ranks)]
+        self._cells: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]  # (slot, row) -> token
+        self._slots = slots
+        self._random = random or Random(0)
+        self._empty = empty
+        self._declining = declining
+        self._silent = silent
+        self._failing_after = failing_after
+        self._reports: list[deque[AnyReport]] = [deque() for _ in range(ranks)]
+        self._stages: tuple[Chunk | None, ...] = (None,) * ranks
+        self._sampled = 0
+        self._unreported: Counter[int] = Counter()
+
+    # Group
+
+    def broadcast(self, command: AnyCommand) -> None:
+        self.log.append(command)
+        match command:
+            case OpenRequest():
+                self._open(command)
+            case PrepareShift():
+                self._prepare(command)
+            case AbandonShift():
+                self._abandon(command)
+            case CommitShift():
+                self._commit(command)
+            case RunTick():
+                self._run(command)
+            case HashKv():
+                self._hash(command)
+            case LoadModel():
+                kv_format = command.kv_format or KvFormat(KvType.F32, KvType.F32)
+                for rank in self._all():
+                    self._report(LoadProgress(rank, 1, 2))
+                    self._report(ModelLoaded(rank, 0.5, ComputeType.F32, kv_format, 100 + rank, 10))
+            case MeasureCosts():
+                for rank in self._all():
+                    times = tuple(1e-3 + 1e-5 * x + 1e-9 * x * (2 * cached + x) for cached, x in command.points)
+                    self._report(CostsMeasured(rank, command.layout, times))
+            case ReportMemory():
+                for rank in self._all():
+                    self._report(MemoryReported(rank, 1000, 900 + rank, 1100))
+            case Shutdown():
+                pass
+            case _:
+                raise AssertionError(f"unexpected {command}")
+
+    def send(self, rank: Rank, command: AnyCommand) -> None:
+        raise AssertionError("every command is for all ranks")
+
+    def receive(self, timeout_seconds: float) -> AnyReport | None:
+        """A report of a rank drawn by lot; sometimes none yet, though some lie there."""
+        ready = [rank for rank in range(self.ranks) if self._reports[rank]]
+        if not ready or (timeout_seconds == 0 and self._random.random() < 0.5):
+            return None
+        report = self._reports[self._random.choice(ready)].popleft()
+        if isinstance(report, TickFinished):
+            self._unreported[report.sequence] -= 1
+            if not self._unreported[report.sequence]:
+                del self._unreported[report.sequence]
+        return report
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is held and nothing is under way."""
+        return not self.requests and not any(self.owner) and not any(self._stages) and not any(self._reports)
+
+    # Slots
+
+    def _all(self) -> list[Rank]:
+        return [Rank(rank) for rank in range(self.ranks)]
+
+    def _report(self, report: AnyReport) -> None:
+        self._reports[report.rank].append(report)
+
+    def _bundles(self) -> list[Bundle]:
+        return [bundle for bundle in product(range(self.ranks), repeat=2) if bundle not in self._empty]  # type: ignore[misc]
+
+    def _acquire(self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool) -> None:
+        for bundle in product(range(self.ranks), repeat=2):
+            slots = table.slots[bundle[0]][bundle[1]]
+            if bundle in self._empty:
+                assert slots == (), "an empty bundle needs no slot"
+            elif not (moving_only and bundle[0] == bundle[1]):
+                rank = holder(bundle, layout)  # type: ignore[arg-type]
+                for block, slot in enumerate(slots):
+                    assert 0 <= slot < self._slots[rank], "a slot outside the arena"
+                    assert slot not in self.owner[rank], "a slot granted twice"
+                    self.owner[rank][slot] = request, bundle, block  # type: ignore[assignment]
+
+    def _release(self, table: BundleTable, layout: Layout, moving_only: bool) -> None:
+        for bundle in self._bundles():
+            if not (moving_only and bundle[0] == bundle[1]):
+                rank = holder(bundle, layout)
+                for slot in table.slots[bundle[0]][bundle[1]]:
+                    del self.owner[rank][slot]
+                    for row in range(BLOCK_TOKENS):
+                        self._cells[rank].pop((slot, row), None)
+
+    def _write(self, request: FakeRequest, bundle: Bundle, position: int, token: int) -> None:
+        slot = request.table.slots[bundle[0]][bundle[1]][position // BLOCK_TOKENS]
+        rank = holder(bundle, request.layout)
+        assert self.owner[rank][slot] == (request.command.request, bundle, position // BLOCK_TOKENS)
+        self._cells[rank][slot, position % BLOCK_TOKENS] = token
+
+    def _read(self, request: FakeRequest, bundle: Bundle, tokens: int) -> list[int]:
+        slots = request.table.slots[bundle[0]][bundle[1]]
+        cells = self._cells[holder(bundle, request.layout)]
+        return [cells[slots[position // BLOCK_TOKENS], position % BLOCK_TOKENS] for position in range(tokens)]
+
+    def _history(self, request: FakeRequest, tokens: int, stages: list[int]) -> list[int]:
+        """The first `tokens` fed tokens, as all bundles of the stages agree on."""
+        read = [self._read(request, bundle, tokens) for bundle in self._bundles() if bundle[0] in stages]
+        assert all(history == read[0] for history in read), "bundles disagree"
+        return read[0] if read else list(request.command.prompt[:tokens])
+
+    # Requests and shifts
+
+    def _open(self, command: OpenRequest) -> None:
+        assert command.request not in self.requests
+        assert command.request not in self.ended
+        self._acquire(command.request, command.table, command.layout, moving_only=False)
+        request = FakeRequest(command, command.layout, command.table, written=[0] * self.ranks)
+        self.requests[command.request] = request
+
+    def _prepare(self, command: PrepareShift) -> None:
+        request = self.requests[command.request]
+        assert request.target is None
+        assert command.to is not request.layout
+        self._acquire(command.request, command.table, command.to, moving_only=True)
+        for rank in range(self.ranks):
+            assert command.table.slots[rank][rank] == request.table.slots[rank][rank], "(s, s) never moves"
+        request.target, request.to = command.table, command.to
+        refusing = self._random.randrange(self.ranks) if command.request in self._declining else None
+        request.accepted = refusing is None
+        for rank in self._all():
+            self._report(ShiftPrepared(rank, command.request, rank != refusing, "no room" if rank == refusing else ""))
+
+    def _abandon(self, command: AbandonShift) -> None:
+        request = self.requests[command.request]
+        assert request.target is not None
+        assert request.to is not None
+        self._release(request.target, request.to, moving_only=True)
+        request.target = request.to = None
+
+    def _commit(self, command: CommitShift) -> None:
+        request = self.requests[command.request]
+        assert request.target is not None
+        assert command.to is request.to
+        assert request.accepted, "committed though a rank declined"
+        blocks = -(-len(request.command.prompt) // BLOCK_TOKENS)
+        assert request.moved == Counter(product(range(self.ranks), range(blocks))), "each block moves exactly once"
+        self._release(request.table, request.layout, moving_only=True)
+        request.table, request.layout, request.target = request.target, command.to, None
+        for rank in self._all():
+            self._report(ShiftCommitted(rank, command.request, command.to, 0.25, 0.125 * (rank + 1), 64, 0))
+
+    def _take_move(self, move: Move) -> list[tuple[int, int, int]]:
+        """(rank, cell's slot and row) contents as they are when the tick begins, to be put down when it ends."""
+        request = self.requests[move.request]
+        assert request.target is not None
+        assert request.to is move.to
+        assert request.accepted, "moved though a rank declined"
+        prompt = len(request.command.prompt)
+        assert 0 <= move.first_block < move.end_block
+        assert min(prompt, move.end_block * BLOCK_TOKENS) <= request.written[move.stage], "moved before it was written"
+        arrivals = []
+        for block in range(move.first_block, move.end_block):
+            request.moved[move.stage, block] += 1
+            for bundle in self._bundles():
+                if bundle[0] == move.stage and bundle[0] != bundle[1]:
+                    arrivals += self._block_copies(request, bundle, block)
+        return arrivals
+
+    def _block_copies(self, request: FakeRequest, bundle: Bundle, block: int) -> list[tuple[int, int, int]]:
+        assert request.target is not None
+        assert request.to is not None
+        source = self._cells[holder(bundle, request.layout)]
+        old = request.table.slots[bundle[0]][bundle[1]][block]
+        new = request.target.slots[bundle[0]][bundle[1]][block]
+        rank = holder(bundle, request.to)
+        return [
+            (rank, new * BLOCK_TOKENS + row, source[old, row]) for row in range(BLOCK_TOKENS) if (old, row) in source
+        ]
+
+    def _hash(self, command: HashKv) -> None:
+        request = self.requests[command.request]
+        for rank in self._all():
+            held = [bundle for bundle in self._bundles() if holder(bundle, request.layout) == rank]
+            digests = tuple(
+                (stage, part, str(hash(tuple(self._read(request, (stage, part), command.tokens)))))
+                for stage, part in held
+            )
+            self._report(KvHashed(rank, command.request, digests))
+
+    # Ticks
+
+    def _run(self, tick: RunTick) -> None:
+        assert tick.sequence == len(self.ticks), "sequence numbers without a gap"
+        self.ticks.append(tick)
+        stages = tick.chunk_of_stage or (None,) * self.ranks
+        assert len(stages) == self.ranks
+        assert stages[1:] == self._stages[:-1], "a chunk goes on by one stage each tick"
+        self._stages = stages
+        arrivals = [arrival for move in tick.moves for arrival in self._take_move(move)]
+        tokens: list[SampledToken] = []
+        logits: list[LogitRows] = []
+        scores: list[Scores] = []
+        for stage, chunk in enumerate(stages):
+            if chunk is not None:
+                self._read_chunk(chunk, Layout.LAYER, [stage])
+        for chunk in (stages[-1], tick.tensor_chunk):
+            if chunk is not None and chunk is tick.tensor_chunk:
+                self._read_chunk(chunk, Layout.TENSOR, list(range(self.ranks)))
+            if chunk is not None:
+                self._finish_chunk(chunk, tokens, logits, scores)
+        assert len({batch.layout for batch in tick.decode}) == len(tick.decode)
+        for batch in tick.decode:
+            self._decode(batch, tokens, logits)
+        for rank, cell, token in arrivals:
+            self._cells[rank][divmod(cell, BLOCK_TOKENS)] = token
+        for request in tick.frees:
+            self._free(request)
+        for rank in self._all():
+            if rank in self._silent:
+                continue
+            last = rank == self.ranks - 1
+            self._report(
+                TickFinished(
+                    rank,
+                    tick.sequence,
+                    busy_seconds=1.0 if stages[rank] or tick.tensor_chunk else 0.0,
+                    waiting_seconds=0.5 if stages[rank] else 0.0,
+                    decode_seconds=0.25 * len(tick.decode),
+                    tokens=tuple(tokens) if last else (),
+                    logits=tuple(logits) if last else (),
+                    scores=tuple(scores) if last else (),
+                )
+            )
+            self._unreported[tick.sequence] += 1
+        self.most_outstanding = max(self.most_outstanding, len(self._unreported))
+
+    def _read_chunk(self, chunk: Chunk, layout: Layout, stages: list[int]) -> None:
+        request = self.requests[chunk.request]
+        assert request.layout is layout
+        assert chunk.tokens, "no empty chunk"
+        assert chunk.tokens == request.command.prompt[chunk.start : chunk.start + len(chunk.tokens)]
+        for stage in stages:
+            assert request.written[stage] == chunk.start, "chunks come in order"
+            self._history(request, chunk.start, [stage])
+            for part, (index, token) in product(range(self.ranks), enumerate(chunk.tokens)):
+                if (stage, part) not in self._empty:
+                    self._write(request, (stage, part), chunk.start + index, token)
+            request.written[stage] += len(chunk.tokens)
+
+    def _finish_chunk(
+        self, chunk: Chunk, tokens: list[SampledToken], logits: list[LogitRows], scores: list[Scores]
+    ) -> None:
+        request = self.requests[chunk.request]
+        end = chunk.start + len(chunk.tokens)
+        history = list(request.command.prompt[:end])
+        if chunk.logits:
+            rows = [logits_row(history[:length], self.vocab) for length in range(chunk.start + 1, end + 1)]
+            logits.append(self._rows(chunk.request, chunk.start, rows))
+        if chunk.targets:
+            assert len(chunk.targets) == len(chunk.tokens)
+            found = tuple(
+                logprob(history[: chunk.start + index + 1], target, self.vocab)
+                for index, target in enumerate(chunk.targets)
+                if target >= 0
+            )
+            scores.append(Scores(chunk.request, chunk.start, found))
+        if chunk.sample:
+            assert end == len(request.command.prompt)
+            tokens.append(self._sample(request, history))
+
+    def _decode(self, batch: Batch, tokens: list[SampledToken], logits: list[LogitRows]) -> None:
+        assert batch.steps >= 1
+        assert batch.entries
+        for entry in batch.entries:
+            assert len(entry.forced) in (0, batch.steps)
+        for step in range(batch.steps):
+            sampled = []
+            for entry in batch.entries:
+                request = self.requests[entry.request]
+                assert request.layout is batch.layout
+                assert request.target is None, "decoding beside a shift that is not committed"
+                position = entry.position + step
+                fed = entry.forced[step] if entry.forced else request.last_token
+                assert fed >= 0, "a decode step before the first token"
+                assert min(request.written) == max(request.written) == position, "positions without a gap"
+                for bundle in self._bundles():
+                    self._write(request, bundle, position, fed)
+                request.written = [position + 1] * self.ranks
+                history = self._history(request, position + 1, list(range(self.ranks)))
+                if batch.logits:
+                    logits.append(self._rows(entry.request, position, [logits_row(history, self.vocab)]))
+                sampled.append(self._sample(request, history))
+            if not all(entry.forced for entry in batch.entries):
+                tokens += sampled
+
+    def _sample(self, request: FakeRequest, history: list[int]) -> SampledToken:
+        self._sampled += 1
+        request.last_token = next_token(history, self.vocab)
+        failed = self._failing_after is not None and self._sampled > self._failing_after
+        error = "the logits are not numbers" if failed else None
+        return SampledToken(request.command.request, request.last_token, -0.5, error=error)
+
+    def _rows(self, request: RequestId, start: int, rows: list[list[float]]) -> LogitRows:
+        data = b"".join(struct.pack(f"<{self.vocab}f", *row) for row in rows)
+        return LogitRows(request, start, len(rows), data)
+
+    def _free(self, request_id: RequestId) -> None:
+        request = self.requests.pop(request_id)
+        assert request.target is None, "freed with a shift under way"
+        assert all(chunk is None or chunk.request != request_id for chunk in self._stages[:-1]), "freed in the pipeline"
+        self._release(request.table, request.layout, moving_only=False)
+        self.ended.add(request_id)
