@@ -39,7 +39,7 @@ def place(
     else:
         ends = boundaries(layers, normalise(layer_shares, ranks, "layer"))
     shares = normalise(tensor_shares, ranks, "tensor")
-    rows = aligned_unit(spec.vocab, shares, ALIGNED_ROWS)
+    rows = aligned_unit(spec.vocab, shares, ALIGNED_ROWS, ragged_end=True)
     return Placement(
         stages=tuple(LayerRange(first, end) for first, end in pairwise((0, *ends))),
         layers=_layer_cuts(spec, shares),

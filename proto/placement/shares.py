@@ -59,13 +59,17 @@ def boundaries(width: int, shares: Shares, unit: int = 1) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def aligned_unit(width: int, shares: Shares, candidates: Sequence[int]) -> int:
-    """The largest candidate at which cuts are exact; else one small beside a rank's part; else 1."""
+def aligned_unit(width: int, shares: Shares, candidates: Sequence[int], *, ragged_end: bool = False) -> int:
+    """The largest candidate at which cuts are exact; else one small beside a rank's part; else 1.
+
+    It divides the width, unless the last unit may be a smaller one (`ragged_end`).
+    """
     quotas = [share * width for share in shares]
     if all(quota.denominator == 1 for quota in quotas):
         return next((unit for unit in candidates if not any(quota % unit for quota in quotas)), 1)
-    working = sum(1 for share in shares if share)
-    return next((unit for unit in candidates if width % unit == 0 and width >= 8 * unit * working), 1)
+    least = 8 * sum(1 for share in shares if share)  # units in the width
+    fine_enough = (unit for unit in candidates if width >= least * unit)
+    return next((unit for unit in fine_enough if ragged_end or width % unit == 0), 1)
 
 
 def apportion(grids: Sequence[Grid], shares: Shares) -> tuple[tuple[int, ...], ...]:

@@ -1,5 +1,6 @@
 """Stages, heads, feed-forward widths and vocab: every one cut once, nothing drifts, bad shares are refused."""
 
+from fractions import Fraction
 from itertools import pairwise
 from math import inf, nan
 
@@ -114,6 +115,10 @@ def test_f18_equal_ratios_written_in_different_ways_are_the_same_placement() -> 
     assert place(spec, 3, tensor_shares=(1.0, 1.0, 0.0)).layers[0].parts[:2] == place(spec, 2).layers[0].parts
 
 
+def test_shares_are_taken_as_written_not_as_their_binary_fractions() -> None:
+    assert normalise((0.1, 0.3), 2, "tensor") == (Fraction(1, 4), Fraction(3, 4))
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 def test_f18_a_share_of_one_is_one_rank_and_a_share_of_zero_is_no_work(worker: int) -> None:
     spec = model_spec([layer_spec(6, 3, 96)] * 3, vocab=101)
@@ -216,6 +221,12 @@ def test_f16_groups_are_cut_where_a_rank_would_get_none() -> None:
     assert [(part.kv.first, part.kv.end) for part in four.layers[0].parts] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
+def test_f16_groups_are_cut_where_whole_ones_would_overload_a_rank() -> None:
+    # Whole groups of 7 would give one rank 14 of the 9.3 heads it should have.
+    placement = place(model_spec([layer_spec(28, 4)] * 3), 3)
+    assert sorted(_query_counts(placement)) == [[9, 9, 10], [9, 10, 9], [10, 9, 9]]
+
+
 def test_f16_one_kv_head_is_held_by_both_ranks() -> None:
     placement = place(model_spec([layer_spec(8, 1)]), 2)
     assert _query_counts(placement) == [[4, 4]]
@@ -292,6 +303,12 @@ def test_every_vocab_row_has_one_rank_and_the_ratio_is_kept(
     for share, run in zip(normalise(asked, ranks, "tensor"), runs, strict=True):
         assert abs(len(run) - share * vocab) <= max(1, min(64, vocab / 8))
         assert share or not len(run)
+
+
+def test_a_large_odd_vocab_is_cut_at_aligned_rows() -> None:
+    runs = place(model_spec([layer_spec()], vocab=50_257), 3).vocab
+    assert [run.first % 64 for run in runs] == [0, 0, 0]
+    assert runs[-1].end == 50_257
 
 
 # The whole
