@@ -1,8 +1,12 @@
 """What a person reads: mostly on stderr, so that stdout carries answers alone. rich is imported when needed."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
+
+from ..proto.ids import Rank
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,3 +41,32 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     """A line about what did not go as asked, though the work goes on."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def load_progress(workers: int) -> Iterator[Callable[[Rank, int, int], None]]:
+    """A bar over what all workers have read; call it with (rank, bytes done, bytes in all). On a terminal only."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    done, total = [0] * workers, [0] * workers
+    with Progress(
+        *columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def show(rank: Rank, done_bytes: int, total_bytes: int) -> None:
+            done[rank], total[rank] = done_bytes, total_bytes
+            progress.update(task, completed=sum(done), total=sum(total) if all(total) else None)
+
+        yield show
+
+
+@contextmanager
+def busy(text: str) -> Iterator[Callable[[], None]]:
+    """A spinner until the block ends or the function it gives is called. On a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with stderr_console().status(text) as status:
+        yield status.stop

@@ -4,7 +4,10 @@ from typing import Annotated
 
 import typer
 
+from ..proto.sampling import SamplingParameters
 from .options import Device
+
+DEFAULTS = SamplingParameters()
 
 GROUP = "Workers and layout"
 SAMPLING = "Sampling"

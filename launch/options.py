@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
-from ..proto.sampling import SamplingParameters
+
+if TYPE_CHECKING:
+    from ..coordinator.chunk_plan import ChunkRule
 
 T = TypeVar("T")
 
@@ -31,7 +33,6 @@ class GroupSettings:
     workers: int
     device: Device
     threads: int | None  # of each worker
-    context_tokens: int | None
     max_chunk_tokens: int | None
     layer_split: tuple[int, ...] | None  # cut points between the stages
     layer_shares: tuple[float, ...] | None
@@ -46,18 +47,44 @@ class LayoutSettings:
 
     prefill: Layout | None
     decode: Layout | None
-    chunk_rule: str
+    chunk_rule: "ChunkRule"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSettings:
-    """How one answer is made and where it ends."""
+def group_settings(
+    *,
+    workers: int,
+    device: Device,
+    threads: int | None,
+    max_chunk: int | None,
+    layer_split: str | None,
+    layer_share: str | None,
+    tensor_share: str | None,
+    compute_type: str,
+    kv_type: str,
+) -> GroupSettings:
+    """The flags of that name, as typer hands them over."""
+    return GroupSettings(
+        workers=workers,
+        device=device,
+        threads=threads,
+        max_chunk_tokens=max_chunk,
+        layer_split=parse_cut_points("--layer-split", layer_split),
+        layer_shares=parse_shares("--layer-share", layer_share),
+        tensor_shares=parse_shares("--tensor-share", tensor_share),
+        compute_type=parse_compute_type("--compute-type", compute_type),
+        kv_format=parse_kv_format("--kv-type", kv_type),
+    )
 
-    max_tokens: int | None  # None: up to the context's end
-    sampling: SamplingParameters
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    verify_shift: bool
+
+def layout_settings(prefill: str, decode: str, chunk: str) -> LayoutSettings:
+    """The flags of that name, as typer hands them over."""
+    from ..coordinator.chunk_plan import parse_chunk_rule  # numpy is behind it: not for `--help`
+
+    return LayoutSettings(
+        prefill=parse_layout("--prefill", prefill),
+        decode=parse_layout("--decode", decode),
+        chunk_rule=parse_chunk_rule(chunk),
+    )
 
 
 def parse_layout(flag: str, text: str) -> Layout | None:

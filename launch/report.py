@@ -18,6 +18,7 @@ def run_facts(
     text: str,
     result: GenerationResult,
     placement: Placement,
+    start_seconds: float,
     load_seconds: float,
     memory: Sequence[MemoryReported],
 ) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def run_facts(
         "prefill": _prefill_facts(result.prefill, placement),
         "shift": None if result.shift is None else _shift_facts(result.shift),
         "decode": asdict(result.decode),
+        "start_seconds": start_seconds,
         "load_seconds": load_seconds,
         "memory": [_memory_facts(report) for report in sorted(memory, key=lambda one: one.rank)],
     }
@@ -102,9 +104,13 @@ def phase_table(result: GenerationResult) -> "Table":
     table.add_column("tok/s", justify="right")
     prefill, shift, decode = result.prefill, result.shift, result.decode
     work = f"{result.prompt_tokens} tokens in {_chunks(prefill.chunks)}"
-    table.add_row("prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second))
+    table.add_row(
+        "prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second)
+    )
     if shift is not None:
-        moved = f"{shift.kv_bytes / MEBIBYTE:.2f} MiB of KV, {shift.weight_bytes / MEBIBYTE:.2f} MiB of weights"
+        moved = (
+            f"{shift.kv_bytes / MEBIBYTE:.2f} MiB of KV, {shift.weight_bytes / MEBIBYTE:.2f} MiB of weights"
+        )
         table.add_row("shift", f"{shift.source} to {shift.to}", moved, f"{shift.seconds:.4f}", "")
         hidden = max(0.0, shift.seconds - shift.exposed_seconds)
         table.add_row("", "", "exposed: the answer waited for it", f"{shift.exposed_seconds:.4f}", "")
@@ -113,7 +119,9 @@ def phase_table(result: GenerationResult) -> "Table":
             equal = "equal" if shift.hashes_equal else "DIFFERENT"
             table.add_row("", "", f"keys and values before and after: {equal}", "", "")
     steps = f"{decode.steps} steps"
-    table.add_row("answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second))
+    table.add_row(
+        "answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second)
+    )
     return table
 
 

@@ -1,4 +1,101 @@
-EXAMPLES = ""
+"""`gearshift logits`: the logits of every position, for comparison with other programs and other layouts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...proto.errors import InputError
+from .. import flags
+from ..console import note, warn
+from ..options import Device, group_settings, layout_settings
+from ..prompts import PromptTokens, prompt_tokens
+
+EXAMPLES = """\
+gearshift logits demo --tokens-file ids.json --prompt-length 37 --out logits.npy
+
+gearshift logits demo --tokens-file ids.json --prompt-length 37 --workers 2 --prefill layer --decode tensor --out l.npy
+"""
+
+TokensFile = Annotated[
+    str, typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids.")
+]
+PromptLength = Annotated[
+    int | None,
+    typer.Option("--prompt-length", metavar="K", min=1, help="Tokens read as the prompt. Left out: all."),
+]
+Out = Annotated[
+    str, typer.Option("--out", metavar="FILE.npy", help="Where the f32 [tokens, vocab] array goes.")
+]
 
 
-def logits() -> None: ...
+def logits(
+    model: flags.Model,
+    tokens_file: TokensFile,
+    out: Out,
+    prompt_length: PromptLength = None,
+    workers: flags.Workers = 1,
+    device: flags.DeviceFlag = Device.AUTO,
+    threads: flags.Threads = None,
+    prefill: flags.Prefill = "auto",
+    decode: flags.Decode = "auto",
+    chunk: flags.ChunkRule = "auto",
+    max_chunk: flags.MaxChunk = None,
+    context: flags.Context = None,
+    layer_split: flags.LayerSplit = None,
+    layer_share: flags.LayerShare = None,
+    tensor_share: flags.TensorShare = None,
+    compute_type: flags.ComputeTypeFlag = "auto",
+    kv_type: flags.KvTypeFlag = "auto",
+) -> None:
+    """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
+    import numpy as np
+
+    from ...coordinator.evaluation import collect_logits
+    from ..inputs import read_token_list
+    from ..session_setup import choose_context, open_model, open_session
+
+    settings = group_settings(
+        workers=workers,
+        device=device,
+        threads=threads,
+        max_chunk=max_chunk,
+        layer_split=layer_split,
+        layer_share=layer_share,
+        tensor_share=tensor_share,
+        compute_type=compute_type,
+        kv_type=kv_type,
+    )
+    layouts = layout_settings(prefill, decode, chunk)
+    values = PromptTokens(tuple(read_token_list(tokens_file)), tokens_file)
+    target = _checked_target(out)
+    opened = open_model(model)
+    tokens = prompt_tokens(values, opened.tokenizer, opened.spec.vocab)
+    if prompt_length is not None and prompt_length > len(tokens):
+        raise InputError(
+            f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {tokens_file}"
+        )
+    context_tokens = choose_context(context, len(tokens), 0, opened.spec.trained_context)
+    with open_session(opened, settings, layouts, context_tokens) as session:
+        rows, result = collect_logits(
+            session.driver,
+            tokens,
+            prompt_length or len(tokens),
+            layouts.prefill,
+            layouts.decode,
+            layouts.chunk_rule,
+        )
+    if result.warning is not None:
+        warn(result.warning)
+    with target.open("wb") as file:  # np.save given a name would add .npy to one that ends otherwise
+        np.save(file, rows)
+    used = f"prompt in the {result.prefill.layout} layout, the rest in {result.decode.layout}"
+    note(f"{target}: f32 {list(rows.shape)}, {used}")
+
+
+def _checked_target(out: str) -> Path:
+    """The path, refused before any work where nothing could be written there."""
+    target = Path(out)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"--out {out} cannot be written: not a file in a folder that exists")
+    return target

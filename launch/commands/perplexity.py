@@ -1,4 +1,88 @@
-EXAMPLES = ""
+"""`gearshift perplexity`: how well a model predicts a text."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ...proto.errors import InputError
+from .. import flags
+from ..console import note
+from ..options import Device, group_settings, layout_settings
+from ..prompts import PromptTokens, prompt_tokens, read_prompt
+
+EXAMPLES = """\
+gearshift perplexity demo -f text.txt -c 512
+
+gearshift perplexity demo -f text.txt -c 512 --workers 2 --prefill tensor --compute-type f32 --json
+"""
+
+USUAL_WINDOW_TOKENS = 512
+
+Window = Annotated[
+    int,
+    typer.Option(
+        "--context", "-c", metavar="N", min=3, help="Tokens of a window; its second half is scored."
+    ),
+]
 
 
-def perplexity() -> None: ...
+def perplexity(
+    model: flags.Model,
+    file: flags.PromptFile = None,
+    tokens_file: flags.TokensFile = None,
+    context: Window = USUAL_WINDOW_TOKENS,
+    workers: flags.Workers = 1,
+    device: flags.DeviceFlag = Device.AUTO,
+    threads: flags.Threads = None,
+    prefill: flags.Prefill = "auto",
+    chunk: flags.ChunkRule = "auto",
+    max_chunk: flags.MaxChunk = None,
+    layer_split: flags.LayerSplit = None,
+    layer_share: flags.LayerShare = None,
+    tensor_share: flags.TensorShare = None,
+    compute_type: flags.ComputeTypeFlag = "auto",
+    kv_type: flags.KvTypeFlag = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""
+    from ...coordinator.evaluation import measure_perplexity
+    from ..session_setup import open_model, open_session
+
+    settings = group_settings(
+        workers=workers,
+        device=device,
+        threads=threads,
+        max_chunk=max_chunk,
+        layer_split=layer_split,
+        layer_share=layer_share,
+        tensor_share=tensor_share,
+        compute_type=compute_type,
+        kv_type=kv_type,
+    )
+    layouts = layout_settings(prefill, prefill, chunk)
+    source = read_prompt(None, file, tokens_file)
+    opened = open_model(model)
+    tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
+    if len(tokens) < context:
+        raise InputError(
+            f"the text has {len(tokens)} tokens, too few for one window of {context} (--context)"
+        )
+    special = opened.tokenizer.special
+    begin = special.bos if special.add_bos and not isinstance(source, PromptTokens) else None
+    with open_session(opened, settings, layouts, context) as session:
+        found = measure_perplexity(
+            session.driver, tokens, context, begin, layouts.prefill, layouts.chunk_rule, _tell_window
+        )
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        print(
+            f"perplexity {found.value:.4f} +/- {found.standard_error:.4f} "
+            f"({found.windows} windows of {context} tokens, {found.scored_tokens} tokens scored)"
+        )
+
+
+def _tell_window(done: int, count: int, value: float) -> None:
+    note(f"window {done} of {count}: perplexity so far {value:.4f}")

@@ -18,7 +18,9 @@ echo -n "<|im_start|>" | gearshift tokenize demo -f - --no-special
 """
 
 NoSpecial = Annotated[bool, typer.Option("--no-special", help="Text of control tokens stays text.")]
-NoBos = Annotated[bool, typer.Option("--no-bos", help="Put no begin-of-text (or end-of-text) token around the text.")]
+NoBos = Annotated[
+    bool, typer.Option("--no-bos", help="Put no begin-of-text (or end-of-text) token around the text.")
+]
 
 
 def tokenize(

@@ -1,0 +1,135 @@
+"""From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from ..coordinator.chunk_plan import Auto, Sqrt
+from ..coordinator.driver import Driver, DriverSettings, LoadResult
+from ..coordinator.model_files import ModelFiles, resolve_model
+from ..coordinator.model_spec import build_spec
+from ..coordinator.tokenizer import Tokenizer, build_tokenizer
+from ..proto.errors import DoesNotFitError
+from ..proto.ids import Layout
+from ..proto.model import ModelSpec
+from ..proto.placement.cuts import place
+from ..proto.placement.plan import Placement
+from .console import load_progress, note, warn
+from .local import local_cluster
+from .options import GroupSettings, LayoutSettings
+
+USUAL_CONTEXT_TOKENS = (
+    4096  # where the user names none: trained lengths of 128K would reserve gigabytes of KV
+)
+USUAL_MAX_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model's files, read as far as the coordinator needs them; no worker runs yet."""
+
+    files: ModelFiles
+    spec: ModelSpec  # at the trained context
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A running group that holds a model."""
+
+    driver: Driver
+    placement: Placement
+    start_seconds: float  # until every worker had joined
+    loaded: LoadResult
+
+
+def open_model(model: str) -> Opened:
+    """Find and check a model's files. Raises `InputError` and its kinds for what cannot be taken."""
+    files = resolve_model(model)
+    spec = build_spec(files)
+    tokenizer = build_tokenizer(files.metadata)
+    for warning in tokenizer.warnings:
+        warn(warning)
+    return Opened(files, spec, tokenizer)
+
+
+def choose_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> int:
+    """Tokens of context for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
+
+    What was asked for is taken as it is; the answer ends where the context does.
+    """
+    if asked is not None and asked > trained:
+        warn(f"--context {asked} is longer than the {trained} tokens this model was trained for")
+    limit = asked or trained
+    if prompt > limit:
+        kind = "--context" if asked else "the length this model was trained for"
+        raise DoesNotFitError(f"the prompt has {prompt} tokens, {kind} is {limit}")
+    if asked is not None:
+        return asked
+    return min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
+
+
+@contextmanager
+def open_session(
+    opened: Opened, settings: GroupSettings, layouts: LayoutSettings, context_tokens: int
+) -> Iterator[Session]:
+    """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
+
+    All that the user can have got wrong is refused before a worker is started.
+    """
+    spec = build_spec(opened.files, context_tokens)
+    placement = place(
+        spec,
+        settings.workers,
+        layer_cuts=settings.layer_split,
+        layer_shares=settings.layer_shares,
+        tensor_shares=settings.tensor_shares,
+    )
+    started = monotonic()
+    with local_cluster(
+        workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
+    ) as cluster:
+        start_seconds = monotonic() - started
+        devices = sorted({hello.device for hello in cluster.hellos})
+        note(f"{settings.workers} worker{'s' if settings.workers > 1 else ''} on {', '.join(devices)}")
+        driver = Driver(
+            cluster,
+            spec,
+            placement,
+            DriverSettings(
+                context_tokens=context_tokens,
+                max_chunk_tokens=min(context_tokens, settings.max_chunk_tokens or USUAL_MAX_CHUNK_TOKENS),
+                device="cpu" if devices == ["cpu"] else "cuda",
+                compute_type=settings.compute_type,
+                kv_format=settings.kv_format,
+                prefill=layouts.prefill,
+                decode=layouts.decode,
+            ),
+        )
+        with load_progress(settings.workers) as show:
+            loaded = driver.load(show)
+        _tell_loaded(spec, loaded, context_tokens)
+        if _costs_are_needed(settings.workers, layouts):
+            driver.measure_costs()
+        yield Session(driver, placement, start_seconds, loaded)
+
+
+def _tell_loaded(spec: ModelSpec, loaded: LoadResult, context_tokens: int) -> None:
+    held = sum(loaded.weight_bytes) / 2**20
+    kv = f"{loaded.kv_format.key}/{loaded.kv_format.value}"
+    note(
+        f"{spec.name}: {held:,.0f} MiB of weights in {loaded.compute_type}, "
+        f"{sum(loaded.kv_bytes) / 2**20:,.0f} MiB of KV in {kv} for {context_tokens} tokens of context "
+        f"(trained for {spec.trained_context}), loaded in {loaded.seconds:.1f} s"
+    )
+
+
+def _costs_are_needed(workers: int, layouts: LayoutSettings) -> bool:
+    """Whether the policy has a choice to make, or the chunk rule asks for measured costs."""
+    if workers == 1:
+        return False
+    if layouts.prefill is None or layouts.decode is None:
+        return True
+    measured_rule = layouts.chunk_rule == Auto() or layouts.chunk_rule == Sqrt(None)
+    return layouts.prefill is Layout.LAYER and measured_rule
