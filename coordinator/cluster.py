@@ -147,6 +147,7 @@ class Cluster:
     def _next(self, timeout_seconds: float) -> AnyReport | None:
         """At most one message; watches processes and heartbeats on the way."""
         self._raise_known_failure()
+        self._forgive_own_pause()
         wake = () if self._watch is None else (self._watch.fileno(),)
         try:
             incoming = self._channel.receive(timeout_seconds, wake)
@@ -156,6 +157,7 @@ class Cluster:
             report = self._heard(incoming)
             if isinstance(report, WorkerFailed):
                 raise self._fail(self._root_cause(_failed_error(report)))
+            self._check_silence()
             return report
         if self._watch is not None and (failure := self._watch.poll()) is not None:
             raise self._fail(self._root_cause(WorkerLostError(failure.describe())))
@@ -206,13 +208,16 @@ class Cluster:
             return f"rank {hello.rank} has already joined (pid {other.pid} on {other.host})"
         return ""
 
-    def _check_silence(self) -> None:
+    def _forgive_own_pause(self) -> None:
+        """We were stopped or busy: what the workers sent may still lie in the kernel. Give it time to come in."""
         now = self._clock()
         if now - self._looked_at > _ATTENTION_SECONDS:
-            # We were stopped or busy: what the workers sent may still lie in the kernel. Give it time to come in.
             earliest = now - self._silence_seconds + min(_ATTENTION_SECONDS, self._silence_seconds)
             self._heard_at = {rank: max(at, earliest) for rank, at in self._heard_at.items()}
         self._looked_at = now
+
+    def _check_silence(self) -> None:
+        now = self._clock()
         for rank, at in sorted(self._heard_at.items(), key=lambda item: item[1]):
             if now - at > self._silence_seconds:
                 pid = self._hellos[rank].pid
@@ -221,7 +226,7 @@ class Cluster:
 
     def _root_cause(self, seen: GearshiftError) -> GearshiftError:
         """What came first: a killed process makes its peers raise, and a raising one makes itself end."""
-        deadline = self._clock() + _EVIDENCE_SECONDS
+        deadline = time.monotonic() + _EVIDENCE_SECONDS
         death: LaunchFailure | None = None
         while True:
             death = death or (self._watch.poll() if self._watch is not None else None)
@@ -229,9 +234,9 @@ class Cluster:
                 return WorkerLostError(death.describe())
             if self._first_failed is not None and (death is not None or self._watch is None):
                 return _failed_error(self._first_failed)
-            if self._clock() >= deadline:
+            if time.monotonic() >= deadline:
                 break
-            self._listen_for_evidence(deadline - self._clock(), death is None)
+            self._listen_for_evidence(deadline - time.monotonic(), death is None)
         if self._first_failed is not None:
             return _failed_error(self._first_failed)
         return seen if death is None else WorkerLostError(death.describe())

@@ -126,15 +126,15 @@ class LocalLaunch:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
-            self.close(kill=True)
+        except BaseException as error:
+            self.close(error)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(kill=error is not None)
+        self.close(error)
 
     def watch(self) -> AgentWatch:
         """How the processes fare; for `Cluster`."""
@@ -148,15 +148,17 @@ class LocalLaunch:
             raise RuntimeError("the launch has not been entered")
         return self._agent.pid
 
-    def close(self, *, kill: bool) -> None:
-        """End everything that was started, within `CLEAN_END_SECONDS + KILL_SECONDS`. May be called twice."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End everything that was started, within `CLEAN_END_SECONDS + 2 * KILL_SECONDS`. May be called twice.
+
+        The workers' output is kept only where `error` tells of it.
+        """
         with signals_ignored():
             if self._agent is not None:
-                self._end(self._agent, kill)
-            failed = self._watch is not None and self._watch.poll() is not None and kill
+                self._end(self._agent, kill=error is not None)
             if self._watch is not None:
                 os.close(self._watch.fileno())
-            if self._run_folder is not None and not failed:
+            if self._run_folder is not None and str(self._run_folder) not in str(error):
                 shutil.rmtree(self._run_folder, ignore_errors=True)
             self._agent = self._watch = self._run_folder = None
 

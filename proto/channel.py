@@ -8,6 +8,7 @@ or a duplicate is a `ProtocolError`. A peer that reconnects is therefore a new p
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from types import TracebackType
@@ -144,10 +145,8 @@ class CoordinatorChannel(_Channel):
 
     def refuse(self, peer: Peer, reason: str) -> None:
         """Tell a stranger why it is not let in, if it still listens, and forget it."""
-        try:
+        with suppress(zmq.ZMQError):  # gone, or not reading: nobody is left to tell
             self._send(peer, Refuse(reason), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            pass  # it has gone, or does not read: nobody is left to tell
         self._next_in.pop(peer, None)
         self._next_out.pop(peer, None)
 
