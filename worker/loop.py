@@ -1,8 +1,6 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -53,8 +51,7 @@ def run(
 ) -> None:
     """Serve commands until `Shutdown`."""
     device = torch.device(device_name)
-    with torch.inference_mode(), ExitStack() as stack:
-        links = stack.enter_context(open_links(rank, world_size, device, group, local=True))
+    with torch.inference_mode(), open_links(rank, world_size, device, group, local=True) as links:
         model: LoadedModel | None = None
         while True:
             command = channel.receive(POLL_SECONDS)
@@ -62,9 +59,11 @@ def run(
                 case None | Welcome():
                     continue
                 case Shutdown():
-                    return
+                    break
                 case LoadModel():
-                    model = stack.enter_context(loaded_model(command, Rank(rank), links, device, channel))
+                    if model is not None:
+                        model.close()
+                    model = load_model(command, Rank(rank), links, device, channel)
                 case Refuse():
                     raise ProtocolError(f"refused by the coordinator: {command.reason}")
                 case _ if model is None:
@@ -83,7 +82,7 @@ class LoadedModel:
 
     load: LoadModel
     rank: Rank
-    links: Links
+    files: MappedModel
     kv: KvStore
     decoder: Decoder
     engine: Engine
@@ -93,6 +92,10 @@ class LoadedModel:
     ledger: MemoryLedger
     planned_bytes: int
     device: torch.device
+
+    def close(self) -> None:
+        """Unmap the files; another model may follow."""
+        self.files.close()
 
     def handle(
         self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory"
@@ -153,10 +156,9 @@ class LoadedModel:
             self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
 
 
-@contextmanager
-def loaded_model(
+def load_model(
     command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel
-) -> Iterator[LoadedModel]:
+) -> LoadedModel:
     """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
     started = time.monotonic()
     spec, placement = command.spec, command.placement
@@ -180,15 +182,12 @@ def loaded_model(
             ledger.held_bytes["kv"],
         )
     )
-    try:
-        yield LoadedModel(
-            load=command, rank=rank, links=links, kv=kv, decoder=decoder,
-            engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device),
-            shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
-            planned_bytes=weight_bytes + kv_bytes, device=device,
-        )
-    finally:
-        files.close()
+    return LoadedModel(
+        load=command, rank=rank, files=files, kv=kv, decoder=decoder,
+        engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device),
+        shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
+        planned_bytes=weight_bytes + kv_bytes, device=device,
+    )
 
 
 def _compute_type(command: LoadModel, rank: Rank, links: Links) -> ComputeType:

@@ -17,7 +17,8 @@ from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared
 from .kv import Bundle, KvStore, SlotRun
-from .links.open import Links, MoveHandle
+from .links.kv_moves import MoveHandle
+from .links.open import Links
 from .requests import OpenRequests, RequestState, ShiftInProgress
 
 
