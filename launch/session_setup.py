@@ -110,7 +110,7 @@ def open_session(
         with load_progress(settings.workers) as show:
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
-        if _costs_are_needed(settings.workers, layouts):
+        if costs_are_needed(settings.workers, layouts):
             driver.measure_costs()
         yield Session(driver, placement, start_seconds, loaded)
 
@@ -125,7 +125,7 @@ def _tell_loaded(spec: ModelSpec, loaded: LoadResult, context_tokens: int) -> No
     )
 
 
-def _costs_are_needed(workers: int, layouts: LayoutSettings) -> bool:
+def costs_are_needed(workers: int, layouts: LayoutSettings) -> bool:
     """Whether the policy has a choice to make, or the chunk rule asks for measured costs."""
     if workers == 1:
         return False

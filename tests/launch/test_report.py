@@ -1,0 +1,93 @@
+"""The line of JSON and the tables after a run."""
+
+import json
+
+from rich.console import Console
+
+from gearshift.coordinator.generation import (
+    DecodeResult,
+    FinishReason,
+    GenerationResult,
+    PrefillResult,
+    ShiftResult,
+    StageTimes,
+)
+from gearshift.launch.report import memory_table, phase_table, run_facts
+from gearshift.proto.ids import Layout, Rank, RequestId
+from gearshift.proto.placement.plan import LayerCut, PartCut, Placement
+from gearshift.proto.ranges import ColumnRange, HeadRange, LayerRange, VocabRange
+from gearshift.proto.reports import MemoryReported, SampledToken
+
+PART = PartCut(HeadRange(0, 1), HeadRange(0, 1), ColumnRange(0, 1))
+PLACEMENT = Placement(
+    stages=(LayerRange(0, 3), LayerRange(3, 5)),
+    layers=(LayerCut((PART, PART)),) * 5,
+    vocab=(VocabRange(0, 5), VocabRange(5, 10)),
+)
+MEMORY = (MemoryReported(Rank(1), 200, 201, 202), MemoryReported(Rank(0), 100, 101, 102))
+STAGES = (StageTimes(Rank(0), 0.25, 0.0), StageTimes(Rank(1), 0.2, 0.05))
+
+
+def result(shift: ShiftResult | None, top: tuple[tuple[int, float], ...] = ()) -> GenerationResult:
+    return GenerationResult(
+        prompt_tokens=96,
+        tokens=(SampledToken(RequestId(0), 7, -0.5, top), SampledToken(RequestId(0), 8, -0.25, top)),
+        finish_reason=FinishReason.LENGTH,
+        prefill=PrefillResult(Layout.LAYER, (64, 32), 0.5, 192.0, "asked for", "chunks as asked for", STAGES),
+        shift=shift,
+        decode=DecodeResult(Layout.TENSOR, 1, 0.01, 100.0),
+    )
+
+
+SHIFT = ShiftResult(Layout.LAYER, Layout.TENSOR, 0.003, 0.001, 4096, 0, hashes_equal=True)
+
+
+def test_the_line_of_json_holds_all_that_is_promised() -> None:
+    facts = json.loads(json.dumps(run_facts("hi", result(SHIFT), PLACEMENT, 1.5, 2.5, MEMORY)))
+    assert facts["text"] == "hi"
+    assert facts["prompt_tokens"] == 96
+    assert facts["completion_tokens"] == [7, 8]
+    assert facts["finish_reason"] == "length"
+    assert facts["load_seconds"] == 2.5
+    prefill = facts["prefill"]
+    assert (prefill["layout"], prefill["chunks"], prefill["reason"]) == ("layer", [64, 32], "asked for")
+    assert (prefill["seconds"], prefill["tokens_per_second"]) == (0.5, 192.0)
+    assert prefill["stages"][1] == {"rank": 1, "layers": [3, 5], "busy_seconds": 0.2, "waiting_seconds": 0.05}
+    assert facts["shift"] == {
+        "from": "layer",
+        "to": "tensor",
+        "seconds": 0.003,
+        "exposed_seconds": 0.001,
+        "kv_bytes": 4096,
+        "weight_bytes": 0,
+        "hashes_equal": True,
+    }
+    assert facts["decode"] == {"layout": "tensor", "steps": 1, "seconds": 0.01, "tokens_per_second": 100.0}
+    assert [(one["rank"], one["planned_bytes"], one["peak_bytes"]) for one in facts["memory"]] == [
+        (0, 100, 101),
+        (1, 200, 201),
+    ]
+    assert "logprobs" not in facts
+
+
+def test_without_a_shift_there_is_null_in_its_place() -> None:
+    assert run_facts("", result(None), PLACEMENT, 0.0, 0.0, MEMORY)["shift"] is None
+
+
+def test_logprobs_are_told_where_they_were_asked_for() -> None:
+    facts = run_facts("", result(None, top=((7, -0.5), (9, -1.0))), PLACEMENT, 0.0, 0.0, MEMORY)
+    assert facts["logprobs"][0] == {
+        "token": 7,
+        "logprob": -0.5,
+        "top": [{"token": 7, "logprob": -0.5}, {"token": 9, "logprob": -1.0}],
+    }
+
+
+def test_the_tables_tell_each_phase_and_each_rank() -> None:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(phase_table(result(SHIFT)))
+        console.print(memory_table(PLACEMENT, MEMORY, result(SHIFT)))
+    told = capture.get()
+    for words in ("2 chunks (64, 32)", "layer to tensor", "exposed", "hidden", "1 steps", "0..2", "3..4", "192.0"):
+        assert words in told
