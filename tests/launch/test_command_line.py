@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_inspect_tells_what_each_worker_would_hold(
     facts = json.loads(capsys.readouterr().out)
     ends = [part["layers"] for part in facts["parts"]]
     assert ends[0][0] == 0
-    assert all(before[1] == after[0] for before, after in zip(ends, ends[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(ends))
     assert ends[-1][1] == facts["metadata"]["llama.block_count"]
     assert sum(entry["tensors"] for entry in facts["tensor_types"].values()) == len(facts["tensors"])
 
