@@ -18,7 +18,7 @@ OWNERS = {
     "tokenizers": ("coordinator/tokenizer/",),
     "sentencepiece": ("coordinator/tokenizer/",),
     "jinja2": ("coordinator/",),
-    "gguf": ("coordinator/", "worker/"),
+    "gguf": ("coordinator/", "worker/", "proto/placement/quant_blocks.py"),
     "gguf.GGUFReader": (),
     "gguf.gguf_reader": (),
     "pickle": (),

@@ -34,6 +34,8 @@ class MappedModel:
 
         `columns` must be whole quant blocks.
         """
+        if not len(rows) or not len(columns):
+            return
         width = _row_width(tensor)
         kind = GGMLQuantizationType[tensor.type_name]
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
