@@ -4,10 +4,12 @@ import hashlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"
@@ -50,6 +52,13 @@ def tiny_reference() -> Callable[[str], Path]:
         return path
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[RunningGroups]:
+    """One group of workers a worker count, started when first asked for and kept for the session."""
+    with running_groups() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

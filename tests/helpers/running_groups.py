@@ -1,0 +1,79 @@
+"""Running groups of workers for tests: one a worker count, kept for the whole session, one model after another."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gearshift.coordinator.cluster import Cluster
+from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model_spec import build_spec
+from gearshift.launch.local import local_cluster
+from gearshift.proto.ids import ComputeType, KvType
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement.cuts import place
+
+
+@dataclass
+class RunningGroups:
+    """`load(path, workers, ...)` gives a driver with that model on that many workers."""
+
+    stack: ExitStack
+    clusters: dict[int, Cluster] = field(default_factory=dict)
+    drivers: dict[int, tuple[object, Driver]] = field(default_factory=dict)
+
+    def cluster(self, workers: int) -> Cluster:
+        if workers not in self.clusters:
+            cluster = local_cluster(workers=workers, device="cpu", threads_per_worker=1)
+            self.clusters[workers] = self.stack.enter_context(cluster)
+        return self.clusters[workers]
+
+    def load(
+        self,
+        path: Path,
+        workers: int,
+        *,
+        compute_type: ComputeType = ComputeType.F32,
+        kv_type: KvType | None = None,
+        context_tokens: int = 256,
+        max_chunk_tokens: int = 256,
+        layer_cuts: tuple[int, ...] | None = None,
+        layer_shares: tuple[float, ...] | None = None,
+        tensor_shares: tuple[float, ...] | None = None,
+        parallel_requests: int = 1,
+        fresh: bool = False,
+    ) -> Driver:
+        key = (
+            path, compute_type, kv_type, context_tokens, max_chunk_tokens, layer_cuts, layer_shares, tensor_shares,
+            parallel_requests,
+        )  # fmt: skip
+        held = self.drivers.get(workers)
+        if held is not None and held[0] == key and not fresh:
+            return held[1]
+        cluster = self.cluster(workers)
+        spec = build_spec(resolve_model(str(path)), context_tokens)
+        placement = place(
+            spec, workers, layer_cuts=layer_cuts, layer_shares=layer_shares, tensor_shares=tensor_shares
+        )
+        settings = DriverSettings(
+            context_tokens=context_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+            compute_type=compute_type,
+            kv_format=None if kv_type is None else KvFormat(kv_type, kv_type),
+            parallel_requests=parallel_requests,
+            tick_timeout_seconds=60.0,
+        )
+        driver = Driver(cluster, spec, placement, settings)
+        driver.load()
+        self.drivers[workers] = key, driver
+        return driver
+
+
+@contextmanager
+def running_groups() -> Iterator[RunningGroups]:
+    """Ends all groups on leaving."""
+    with ExitStack() as stack:
+        yield RunningGroups(stack)
+
+
