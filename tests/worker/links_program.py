@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gearshift.worker.links import Links, open_links, shared_memory
 from torch import Tensor
+
+from gearshift.worker.links import Links, open_links, shared_memory
 
 GROUP = f"test of {os.getppid()}"
 SIZES = (1, 3, 64, 577, 1536, 40_001, 300_007, 1_300_003)
@@ -64,7 +65,8 @@ def check_gathers(links: Links) -> str:
             gathered = links.tensor.gather(parts[links.rank], root, uneven)
             assert (gathered is not None) == (links.rank == root)
             for got, part in zip(gathered or [], parts, strict=links.rank == root):
-                assert torch.equal(got, part) and got.shape == part.shape
+                assert torch.equal(got, part)
+                assert got.shape == part.shape
     return "same"
 
 
@@ -134,7 +136,8 @@ def check_moves(links: Links) -> str:
         assert handle.seconds > 0 or links.size == 1
     for arena, truth in wanted:
         assert torch.equal(arena[1:-1], truth)
-        assert arena[0] == 255 and arena[-1] == 255
+        assert arena[0] == 255
+        assert arena[-1] == 255
     return str(len(wanted))
 
 

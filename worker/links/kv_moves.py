@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .waiting import finish
+from .waiting import named_errors, wait_for
 
 
 class MoveHandle:
@@ -30,7 +30,7 @@ class MoveHandle:
         if not self._works:
             return
         for work in self._works:
-            finish(work, self._timeout_seconds, self._what)
+            wait_for(work, self._timeout_seconds, self._what)
         self._works.clear()
         self._keep.clear()
         self.seconds = time.perf_counter() - self._begun
@@ -59,9 +59,10 @@ class KvMoves:
         given = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in wanted]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in given]
-        works = dist.batch_isend_irecv(operations) if operations else []
         peers = sorted({peer for peer, _ in (*wanted, *given)})
         what = f"KV moves of rank {self._rank} with rank {', '.join(map(str, peers))}"
+        with named_errors(what):
+            works = dist.batch_isend_irecv(operations) if operations else []
         return MoveHandle(works, [tensor for _, tensor in (*wanted, *given)], what, self._timeout_seconds)
 
     def _check(self, peer: int, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...proto.errors import ProtocolError
 from .errors import LinkFailedError
 from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
-from .waiting import finish
+from .waiting import named_errors, wait_for
 
 BUFFERS = 2
 
@@ -23,6 +23,7 @@ class DistributedSender:
         self._group = group
         self._peer = peer
         self._timeout_seconds = timeout_seconds
+        self._what = f"sending hidden rows to rank {peer}"
         self._staging = [StagingBuffer(device) for _ in range(BUFFERS)]
         self._works: deque[Any] = deque()
         self._sent = 0
@@ -30,16 +31,20 @@ class DistributedSender:
     def send(self, payload: Tensor) -> None:
         """`payload`: flat uint8; may be changed as soon as this returns."""
         if len(self._works) == BUFFERS:
-            finish(self._works.popleft(), self._timeout_seconds, f"sending hidden rows to rank {self._peer}")
+            self._finish_oldest()
         staged = self._staging[self._sent % BUFFERS].part(payload.numel())
         staged.copy_(payload)
-        self._works.append(dist.isend(staged, self._peer, group=self._group))
+        with named_errors(self._what):
+            self._works.append(dist.isend(staged, self._peer, group=self._group))
         self._sent += 1
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""
         while self._works:
-            finish(self._works.popleft(), self._timeout_seconds, f"sending hidden rows to rank {self._peer}")
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        wait_for(self._works.popleft(), self._timeout_seconds, self._what)
 
 
 class DistributedReceiver:
@@ -49,15 +54,17 @@ class DistributedReceiver:
         self._group = group
         self._peer = peer
         self._timeout_seconds = timeout_seconds
+        self._what = f"receiving hidden rows from rank {peer}"
         self._works: deque[Any] = deque()
 
     def post(self, into: Tensor) -> None:
         """`into`: flat uint8, as long as the message will be."""
-        self._works.append(dist.irecv(into, self._peer, group=self._group))
+        with named_errors(self._what):
+            self._works.append(dist.irecv(into, self._peer, group=self._group))
 
     def receive(self) -> None:
         """Fill the oldest posted buffer."""
-        finish(self._works.popleft(), self._timeout_seconds, f"receiving hidden rows from rank {self._peer}")
+        wait_for(self._works.popleft(), self._timeout_seconds, self._what)
 
 
 class StagingBuffer:

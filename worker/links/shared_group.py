@@ -10,7 +10,10 @@ from .tensor_group import check_widths, sum_in_rank_order
 from .waiting import FlagWait
 
 SLOT_BYTES = 1 << 20
-ONE_SHOT_BYTES = 64 << 10  # above, each rank sums a stripe; measured by benchmarks/links.py
+KEPT_VIEWS = 64  # sizes of payload; decode uses a handful
+STRIPES_FROM_RANKS = (
+    4  # in groups this large, payloads above a slot are summed by stripes; benchmarks/links.py
+)
 
 
 class SharedExchange:
@@ -28,10 +31,11 @@ class SharedExchange:
         self._size = size
         self._wait = wait
         self._sequence = 0
+        self._kept_views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def own(self, dtype: torch.dtype, count: int) -> Tensor:
         """This rank's slot of the coming exchange, to write the payload into: [count]."""
-        return self._view(self._sequence, self._rank, dtype, count)
+        return self._views(dtype, count)[self._sequence & 1][self._rank]
 
     def exchange(self) -> int:
         """Show what was written to `own`, wait for all. Returns the number to read the payloads with."""
@@ -43,12 +47,19 @@ class SharedExchange:
                 self._wait.until(self._flags, rank * WORDS_PER_LINE, number + 1, self._missing)
         return number
 
-    def shown(self, number: int, rank: int, dtype: torch.dtype, count: int) -> Tensor:
-        """A rank's payload of an exchange: [count], valid until this rank begins the next exchange."""
-        return self._view(number, rank, dtype, count)
+    def shown(self, number: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """All ranks' payloads of an exchange: [count] each, valid until this rank begins the next exchange."""
+        return self._views(dtype, count)[number & 1]
 
-    def _view(self, number: int, rank: int, dtype: torch.dtype, count: int) -> Tensor:
-        return self._slots[number & 1, rank].view(dtype)[:count]
+    def _views(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
+        """All slots as that type, by parity, then rank. Kept: making them takes longer than a small exchange."""
+        views = self._kept_views.get((dtype, count))
+        if views is None:
+            if len(self._kept_views) == KEPT_VIEWS:
+                self._kept_views.clear()
+            views = [[slot.view(dtype)[:count] for slot in slots] for slots in self._slots]
+            self._kept_views[dtype, count] = views
+        return views
 
     def _missing(self) -> str:
         behind = [r for r in range(self._size) if self._flags[r * WORDS_PER_LINE] < self._sequence]
@@ -66,16 +77,17 @@ class SharedTensorGroup:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         flat = partial.contiguous().view(-1)
-        if flat.nbytes <= ONE_SHOT_BYTES:
-            return self._sum_at_once(flat).view(partial.shape)
+        if flat.nbytes <= SLOT_BYTES:
+            return sum_in_rank_order(self._show(flat)).view(partial.shape)
         total = torch.empty_like(flat)
         piece = SLOT_BYTES // flat.element_size()
         for first in range(0, flat.numel(), piece):
-            self._sum_by_stripes(flat[first : first + piece], total[first : first + piece])
+            part, target = flat[first : first + piece], total[first : first + piece]
+            if self._size >= STRIPES_FROM_RANKS:
+                self._sum_by_stripes(part, target)
+            else:
+                target.copy_(sum_in_rank_order(self._show(part)))
         return total.view(partial.shape)
-
-    def _sum_at_once(self, flat: Tensor) -> Tensor:
-        return sum_in_rank_order(self._show(flat))
 
     def _sum_by_stripes(self, flat: Tensor, total: Tensor) -> None:
         """Each rank sums one stripe and shows the sums: every element is added once, not S times."""
@@ -87,13 +99,13 @@ class SharedTensorGroup:
         number = self._exchange.exchange()
         for rank in range(self._size):
             count = edges[rank + 1] - edges[rank]
-            total[edges[rank] : edges[rank + 1]] = self._exchange.shown(number, rank, flat.dtype, count)
+            total[edges[rank] : edges[rank + 1]] = self._exchange.shown(number, flat.dtype, count)[rank]
 
     def _show(self, flat: Tensor) -> list[Tensor]:
         count = flat.numel()
         self._exchange.own(flat.dtype, count).copy_(flat)
         number = self._exchange.exchange()
-        return [self._exchange.shown(number, rank, flat.dtype, count) for rank in range(self._size)]
+        return self._exchange.shown(number, flat.dtype, count)
 
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
         check_widths(part, self._rank, widths)
@@ -108,7 +120,7 @@ class SharedTensorGroup:
             number = self._exchange.exchange()
             for rank, whole in enumerate(parts or ()):
                 target = whole[first : first + piece]
-                target.copy_(self._exchange.shown(number, rank, flat.dtype, target.numel()))
+                target.copy_(self._exchange.shown(number, flat.dtype, target.numel())[rank])
         if parts is None:
             return None
         return [whole.view(*lead, width) for whole, width in zip(parts, widths, strict=True)]
@@ -122,7 +134,7 @@ class SharedTensorGroup:
                 self._exchange.own(flat.dtype, part.numel()).copy_(part)
             number = self._exchange.exchange()
             if self._rank != root:
-                part.copy_(self._exchange.shown(number, root, flat.dtype, part.numel()))
+                part.copy_(self._exchange.shown(number, flat.dtype, part.numel())[root])
         if self._rank != root and not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
         return tensor

@@ -1,6 +1,6 @@
 """Collectives of tensor parallelism: what the engine sees, and the one over torch.distributed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +72,7 @@ class DistributedTensorGroup:
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self._device.type == "cuda":
             total = partial.clone()
-            self._finish(dist.all_reduce(total, group=self._group, async_op=True), "all-reduce")
+            self._run("all-reduce", lambda: dist.all_reduce(total, group=self._group, async_op=True))
             return total
         flat = partial.contiguous().view(-1)
         if flat.nbytes <= GATHERED_BYTES:
@@ -87,15 +87,17 @@ class DistributedTensorGroup:
         padded = flat.new_zeros(stripe * self._size)
         padded[: flat.numel()] = flat
         received = torch.empty_like(padded)
-        work = dist.all_to_all_single(received, padded, group=self._group, async_op=True)
-        self._finish(work, "all-reduce, first half")
+        self._run(
+            "all-reduce, first half",
+            lambda: dist.all_to_all_single(received, padded, group=self._group, async_op=True),
+        )
         own = sum_in_rank_order(list(received.view(self._size, stripe)))
         return torch.cat(self._all_gather(own))[: flat.numel()]
 
     def _all_gather(self, flat: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(flat) for _ in range(self._size)]
         if flat.numel():
-            self._finish(dist.all_gather(parts, flat, group=self._group, async_op=True), "all-gather")
+            self._run("all-gather", lambda: dist.all_gather(parts, flat, group=self._group, async_op=True))
         return parts
 
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
@@ -105,8 +107,10 @@ class DistributedTensorGroup:
         padded[..., : widths[self._rank]] = part
         parts = [torch.empty_like(padded) for _ in widths] if self._rank == root else None
         if padded.numel():
-            work = dist.gather(padded, parts, dst=root, group=self._group, async_op=True)
-            self._finish(work, f"gather to rank {root}")
+            self._run(
+                f"gather to rank {root}",
+                lambda: dist.gather(padded, parts, dst=root, group=self._group, async_op=True),
+            )
         if parts is None:
             return None
         return [whole[..., :width].contiguous() for whole, width in zip(parts, widths, strict=True)]
@@ -114,24 +118,28 @@ class DistributedTensorGroup:
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         whole = tensor.contiguous()
         if whole.numel():
-            work = dist.broadcast(whole, src=root, group=self._group, async_op=True)
-            self._finish(work, f"broadcast from rank {root}")
+            self._run(
+                f"broadcast from rank {root}",
+                lambda: dist.broadcast(whole, src=root, group=self._group, async_op=True),
+            )
         if whole is not tensor and self._rank != root:
             tensor.copy_(whole)
         return tensor
 
     def barrier(self) -> None:
         one = torch.ones(1, device=self._device)
-        self._finish(dist.all_reduce(one, group=self._group, async_op=True), "barrier")
+        self._run("barrier", lambda: dist.all_reduce(one, group=self._group, async_op=True))
 
-    def _finish(self, work: Any, what: str) -> None:
-        finish(work, self._timeout_seconds, f"rank {self._rank}, {what} of {self._size} ranks")
+    def _run(self, what: str, start: Callable[[], Any]) -> None:
+        finish(start, self._timeout_seconds, f"rank {self._rank}, {what} of {self._size} ranks")
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """((p0 + p1) + p2) + ... in f32, in the parts' type; a new tensor."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = torch.add(parts[0].float(), parts[1])
+    for part in parts[2:]:
         total += part
     return total.to(parts[0].dtype)
 

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,17 +51,29 @@ def more_ranks_than_cores(ranks: int) -> bool:
     return ranks > len(os.sched_getaffinity(0))
 
 
-def finish(work: Any, timeout_seconds: float, what: str) -> None:
-    """Wait for a torch.distributed work handle. On CUDA this orders the streams and returns at once.
+def finish(start: Callable[[], Any], timeout_seconds: float, what: str) -> None:
+    """Start a torch.distributed operation and wait for it. On CUDA the wait orders the streams and returns at once."""
+    with named_errors(what):
+        wait_for(start(), timeout_seconds, what)
+
+
+def wait_for(work: Any, timeout_seconds: float, what: str) -> None:
+    """Wait for the handle of an operation that was started before.
 
     Raises CollectiveTimeoutError or LinkFailedError; the backend's own words follow `what`.
     """
-    if work is None:  # torch hands out no handle where this rank has no part
-        return
+    if work is not None:  # torch hands out no handle where this rank has no part
+        with named_errors(what):
+            work.wait(timedelta(seconds=timeout_seconds))
+
+
+@contextmanager
+def named_errors(what: str) -> Iterator[None]:
+    """torch.distributed raises plain RuntimeErrors, from starting as from waiting: give them their names."""
     try:
-        work.wait(timedelta(seconds=timeout_seconds))
+        yield
     except RuntimeError as error:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "timed out" in words.lower() or "timeout" in words.lower():
-            raise CollectiveTimeoutError(f"{what}: no answer in {timeout_seconds:g} s ({words})") from error
-        raise LinkFailedError(f"{what}: {words}") from error
+        words = str(error).strip() or type(error).__name__
+        lower = words.lower()
+        kind = CollectiveTimeoutError if "timed out" in lower or "timeout" in lower else LinkFailedError
+        raise kind(f"{what}: {words.splitlines()[0]}") from error
