@@ -27,7 +27,7 @@ def measure(
     device: torch.device,
 ) -> CostsMeasured:
     """Seconds of a pass of x rows after L cached ones through this stage (layer layout) or all layers (tensor)."""
-    layers: Sequence[int] = placement.stages[rank] if command.layout is Layout.LAYER else range(len(spec.layers))
+    layers = tuple(placement.stages[rank] if command.layout is Layout.LAYER else range(len(spec.layers)))
     kinds = _kinds(spec, layers)
     seconds = []
     for cached, rows in command.points:

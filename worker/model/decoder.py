@@ -46,7 +46,7 @@ class Decoder:
         self._ropes = RopeTable(tuple(layer.rope for layer in spec.layers), weights.rope_factors, device)
         self._device = device
 
-    def layers(self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
+    def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
         """Run rows through `layers`, storing their keys and values: f32 [T, D] to f32 [T, D]."""
         positions = [torch.arange(s.start, s.start + s.rows, device=self._device) for s in segments]
         rotations = self._ropes.rotations(torch.cat(positions))
