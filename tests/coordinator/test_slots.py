@@ -94,7 +94,7 @@ def test_shifts_never_share_a_slot_and_give_all_back(
             continue
         target = pool.grant_shift(table, to) if fate != "stay" else None
         taken = [place for other, layout in open_tables for place in held(other, layout)]
-        places = held(table, source) + [place for place in (held(target, to) if target else [])]
+        places = held(table, source) + (held(target, to) if target else [])
         own = [place for place in places if place not in taken]
         assert len(own) == len(places)
         if target is None:
