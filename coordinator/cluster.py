@@ -151,6 +151,8 @@ class Cluster:
         wake = () if self._watch is None else (self._watch.fileno(),)
         try:
             incoming = self._channel.receive(timeout_seconds, wake)
+        except PeerGoneError as error:
+            raise self._fail(self._root_cause(WorkerLostError(str(error)))) from error
         except PeerFaultError as error:
             raise self._fail(error) from error
         if incoming is not None:

@@ -7,6 +7,7 @@ or a duplicate is a `ProtocolError`. A peer that reconnects is therefore a new p
 """
 
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from .reports import AnyReport
 LINGER_SECONDS = 1.0  # how long closing waits for messages still on their way out
 SEND_TIMEOUT_SECONDS = 5.0  # how long a send waits for room in the queue of a peer that does not read
 QUEUED_MESSAGES = 10_000  # a peer and direction; ticks are credited, so a healthy peer never comes near
+PROBE_SECONDS = 1.0  # after a disconnect: how long to ask which rank it was (zmq learns that a moment later)
 MAX_STRANGERS = 1_024  # connections that are heard but not admitted (heartbeats, and whoever else knocks)
 
 Peer = NewType("Peer", bytes)  # one connection, as the ROUTER names it
 
 _SEQUENCE = struct.Struct("<Q")
+_PROBE = [b""]  # goes to a rank only to learn whether it can; says nothing and is not numbered
 
 
 class PeerGoneError(ProtocolError):
@@ -102,6 +105,8 @@ class CoordinatorChannel(_Channel):
         self._rank_of_peer: dict[Peer, Rank] = {}
         self._next_in: dict[Peer, int] = {}
         self._next_out: dict[Peer, int] = {}
+        self._disconnects = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._probe_until = 0.0
         self.address = ""
 
     @classmethod
@@ -124,14 +129,20 @@ class CoordinatorChannel(_Channel):
     def receive(self, timeout_seconds: float, wake: Sequence[int] = ()) -> Incoming | None:
         """The next report, or None after `timeout_seconds` or when a file descriptor of `wake` became readable.
 
-        A bad frame from a stranger also gives None: callers loop to their own deadline.
+        A bad frame from a stranger or a broken connection also gives None: callers loop to their own deadline.
+        Raises `PeerGoneError` when an admitted rank's connection broke, `PeerFaultError` when it sent nonsense.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._disconnects, zmq.POLLIN)
         for descriptor in wake:
             poller.register(descriptor, zmq.POLLIN)
         ready = dict(poller.poll(max(0, round(timeout_seconds * 1000))))
+        if self._disconnects in ready:
+            recv_monitor_message(self._disconnects)
+            self._probe_until = time.monotonic() + PROBE_SECONDS
         if self._socket not in ready:
+            self._probe()
             return None
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         return self._incoming(Peer(peer), frames)
@@ -158,6 +169,18 @@ class CoordinatorChannel(_Channel):
             raise PeerGoneError(rank, "has stopped reading its commands") from error
         except zmq.ZMQError as error:
             raise PeerGoneError(rank, f"is not connected any more ({error})") from error
+
+    def _probe(self) -> None:
+        """After a disconnect: which admitted rank was it, if any? zmq tells only that some connection broke."""
+        if time.monotonic() > self._probe_until:
+            return
+        for rank, peer in self._peer_of_rank.items():
+            try:
+                self._socket.send_multipart([peer, *_PROBE], zmq.NOBLOCK)
+            except zmq.Again:
+                continue  # connected, with a full queue
+            except zmq.ZMQError as error:
+                raise PeerGoneError(rank, f"is not connected any more ({error})") from error
 
     def _send(self, peer: Peer, command: AnyCommand, flags: int) -> None:
         sequence = self._next_out.get(peer, 0)
@@ -212,12 +235,15 @@ class WorkerChannel(_Channel):
 
     def receive(self, timeout_seconds: float) -> AnyCommand | None:
         """The next command, or None after `timeout_seconds`. Raises `ProtocolError` on a bad or lost frame."""
-        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
-            return None
-        frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        command = decode_command(_payload(frames, self._next_in))
-        self._next_in += 1
-        return command
+        deadline = time.monotonic() + timeout_seconds
+        while self._socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if frames == _PROBE:
+                continue
+            command = decode_command(_payload(frames, self._next_in))
+            self._next_in += 1
+            return command
+        return None
 
     def send(self, report: AnyReport) -> None:
         """Queue a report. Raises `ProtocolError` when the coordinator has stopped reading."""
