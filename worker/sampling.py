@@ -1,0 +1,236 @@
+"""Chooses tokens, on one rank only: cards of different kinds are not bit-equal, so nobody samples alone.
+
+The chain, in this order (the order and the definitions are llama.cpp's defaults, as far as they are offered here):
+
+    ids without a token   never chosen, and no part of any probability
+    logit bias            added
+    penalties             over the last `penalty_window` tokens of prompt and answer: the logit of each id seen there is
+                          divided by the repetition penalty (multiplied where it is <= 0), then loses
+                          presence_penalty + count * frequency_penalty
+    temperature < 1e-5    the greatest logit, the lowest id among equals: done
+    top_k                 the k greatest logits, lower ids first among equals
+    top_p                 the shortest run of the greatest whose probabilities, among what top_k left, reach p
+    min_p                 those with at least p times the probability of the greatest
+    temperature           logits divided by it
+    draw                  one uniform number a token, through the inverse of the cumulative probabilities
+
+Random numbers are Philox4x64 (counter based, the same on every platform) keyed with the request's seed: 53 bits of one
+64-bit word a token. So the same seed, logits and parameters give the same ids; a greedy choice draws nothing.
+
+Logprobs are those of the model, not of the chain: the log-softmax of the logits before bias and penalties.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import isfinite, log
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..proto.errors import ProtocolError
+from ..proto.ids import RequestId
+from ..proto.reports import SampledToken
+from ..proto.sampling import SamplingParameters
+
+GREEDY_BELOW = 1e-5  # dividing by less only overflows
+BIAS_LIMIT = 1e30  # beyond this f32 would turn a bias into an infinity, and the softmax into NaN
+NUCLEUS_GUESS = 1024  # tokens sorted before the whole vocabulary is, when only top_p limits
+
+
+class TokenCounts:
+    """How often each id occurs in the last `window` tokens (-1: in all); ids seen, not the vocabulary, take memory."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._recent: deque[int] = deque()
+        self._place: dict[int, int] = {}
+        self._ids = np.zeros(64, dtype=np.int64)
+        self._counts = np.zeros(64, dtype=np.float32)
+
+    def add(self, token: int) -> None:
+        if self._window == 0:
+            return
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += 1
+        if self._window > 0:
+            self._recent.append(token)
+            if len(self._recent) > self._window:
+                self._counts[self._place[self._recent.popleft()]] -= 1
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """(ids, counts), each [n]; every id once, counts above 0, f32."""
+        used = len(self._place)
+        present = self._counts[:used] > 0
+        return torch.from_numpy(self._ids[:used][present]), torch.from_numpy(self._counts[:used][present])
+
+
+class RequestSampler:
+    """One request's chain, its counts and its random numbers."""
+
+    def __init__(self, parameters: SamplingParameters, prompt: Sequence[int]) -> None:
+        self.parameters = parameters
+        self._random = np.random.Philox(key=parameters.seed)
+        self._penalised = (
+            parameters.repetition_penalty != 1.0
+            or parameters.presence_penalty != 0.0
+            or parameters.frequency_penalty != 0.0
+        )
+        self._counts = TokenCounts(parameters.penalty_window)
+        bias = dict.fromkeys((token for token, _ in parameters.logit_bias), 0.0)
+        for token, value in parameters.logit_bias:
+            bias[token] += max(-BIAS_LIMIT, min(BIAS_LIMIT, value))
+        self._bias_ids = torch.tensor(list(bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32).clamp_(-BIAS_LIMIT, BIAS_LIMIT)
+        for token in prompt:
+            self.accept(token)
+
+    def accept(self, token: int) -> None:
+        if self._penalised:
+            self._counts.add(token)
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next id. `logits_V`: f32, masked with -inf, its greatest finite; left as it is."""
+        adjusted_V = self._adjust(logits_V)
+        if self.parameters.temperature < GREEDY_BELOW:
+            return int(adjusted_V.argmax())  # the first among equals
+        logits_K, ids_K = self._candidates(adjusted_V)
+        scaled_K = (logits_K - logits_K.max()) / self.parameters.temperature
+        cumulative_K = np.cumsum(np.exp(scaled_K))
+        drawn = self._uniform() * cumulative_K[-1]
+        place = min(int(np.searchsorted(cumulative_K, drawn, side="right")), len(cumulative_K) - 1)
+        return int(ids_K[place])
+
+    def _adjust(self, logits_V: Tensor) -> Tensor:
+        """Bias and penalties, on a copy where there are any."""
+        if not self._penalised and not len(self._bias_ids):
+            return logits_V
+        adjusted_V = logits_V.clone()
+        adjusted_V[self._bias_ids] += self._bias
+        if self._penalised:
+            ids, counts = self._counts.seen()
+            parameters = self.parameters
+            seen = adjusted_V[ids]
+            repetition = parameters.repetition_penalty
+            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            seen -= counts * parameters.frequency_penalty + parameters.presence_penalty
+            adjusted_V[ids] = seen
+        return adjusted_V
+
+    def _candidates(self, logits_V: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """(logits f64, ids) that top_k, top_p and min_p leave, greatest first unless nothing limits them."""
+        parameters = self.parameters
+        if 0 < parameters.top_k < logits_V.numel():
+            ids = best_ids(logits_V, parameters.top_k)
+            considered = logits_V[ids]
+        else:
+            ids = self._near_the_top(logits_V)
+            considered = logits_V  # top_p's probabilities are over all tokens, though few need be sorted
+        logits_K = logits_V[ids].double().numpy()
+        if parameters.top_p < 1.0:
+            cumulative_K = np.cumsum(np.exp(logits_K - log_sum(considered)))
+            logits_K = logits_K[: int(np.searchsorted(cumulative_K, parameters.top_p, side="left")) + 1]
+        if parameters.min_p > 0.0:
+            logits_K = logits_K[logits_K >= logits_K.max() + log(parameters.min_p)]
+        # Where a limit was set the logits are in falling order, so what was cut is a tail.
+        possible = np.isfinite(logits_K)
+        return logits_K[possible], ids[: len(logits_K)].numpy()[possible]
+
+    def _near_the_top(self, logits_V: Tensor) -> Tensor:
+        """Ids that min_p or top_p can leave, in falling order; all ids in id order where neither limits."""
+        parameters = self.parameters
+        if parameters.min_p > 0.0:
+            bound = float(logits_V.max()) + log(parameters.min_p)
+            return in_falling_order(logits_V, torch.nonzero(logits_V >= bound).view(-1))
+        if parameters.top_p >= 1.0:
+            return torch.arange(logits_V.numel())
+        best = best_ids(logits_V, min(NUCLEUS_GUESS, logits_V.numel()))
+        covered = float(logits_V[best].double().sub_(log_sum(logits_V)).exp_().sum())
+        if covered >= parameters.top_p + 1e-9:
+            return best
+        return in_falling_order(logits_V, torch.arange(logits_V.numel()))
+
+    def _uniform(self) -> float:
+        """In [0, 1)."""
+        return float((int(self._random.random_raw()) >> 11) * 2.0**-53)
+
+
+class Sampler:
+    """All requests' samplers, on the rank that samples."""
+
+    def __init__(self, vocab: int, tokens_masked: Sequence[int] | range = ()) -> None:
+        """`vocab`: how many logits a row has. `tokens_masked`: ids among them that stand for no token."""
+        self._vocab = vocab
+        self._masked = torch.tensor(list(tokens_masked), dtype=torch.int64)
+        self._requests: dict[RequestId, RequestSampler] = {}
+
+    def open(self, request: RequestId, parameters: SamplingParameters, prompt: Sequence[int]) -> None:
+        """Begin. `prompt`: all its ids; penalties see them. `parameters` are valid (`proto.sampling.validate`)."""
+        if request in self._requests:
+            raise ProtocolError(f"request {request} is open at the sampler already")
+        self._requests[request] = RequestSampler(parameters, prompt)
+
+    def choose(self, request: RequestId, logits_V: Tensor) -> SampledToken:
+        """The next token, which also enters the history. `logits_V`: f32 on the CPU, left as it is.
+
+        Logits that are NaN or +inf, or leave no token, give a SampledToken with `error`, and change nothing.
+        """
+        sampler = self._open(request)
+        if logits_V.shape != (self._vocab,):
+            raise ProtocolError(
+                f"request {request}: logits of shape {tuple(logits_V.shape)}, not ({self._vocab},)"
+            )
+        if len(self._masked):
+            logits_V = logits_V.index_fill(0, self._masked, -torch.inf)
+        greatest = float(logits_V.max())  # NaN if any is
+        if not isfinite(greatest):
+            return SampledToken(
+                request, 0, 0.0, error=f"the logits are not numbers to choose by: greatest is {greatest}"
+            )
+        token = sampler.choose(logits_V)
+        sampler.accept(token)
+        total = float(logits_V.logsumexp(0))
+        top = likeliest(logits_V, total, sampler.parameters.logprobs)
+        return SampledToken(request, token, float(logits_V[token]) - total, top)
+
+    def accept(self, request: RequestId, token: int) -> None:
+        """A token that was not chosen here enters the history."""
+        self._open(request).accept(token)
+
+    def close(self, request: RequestId) -> None:
+        """End; a request that is not open is no error."""
+        self._requests.pop(request, None)
+
+    def _open(self, request: RequestId) -> RequestSampler:
+        if request not in self._requests:
+            raise ProtocolError(f"request {request} is not open at the sampler")
+        return self._requests[request]
+
+
+def log_sum(logits_V: Tensor) -> float:
+    """log(sum(exp(logits))), in f64."""
+    return float(logits_V.double().logsumexp(0))
+
+
+def likeliest(logits_V: Tensor, total: float, count: int) -> tuple[tuple[int, float], ...]:
+    """(id, logprob) of the `count` likeliest tokens, best first; finite ones only, so perhaps fewer."""
+    if count == 0:
+        return ()
+    ids = best_ids(logits_V, min(count, logits_V.numel()))
+    pairs = zip(ids.tolist(), logits_V[ids].tolist(), strict=True)
+    return tuple((token, logit - total) for token, logit in pairs if isfinite(logit))
+
+
+def best_ids(logits_V: Tensor, count: int) -> Tensor:
+    """Ids of the `count` greatest, in falling order, lower ids first among equals (topk alone leaves that open)."""
+    least = logits_V.topk(count).values[-1]
+    return in_falling_order(logits_V, torch.nonzero(logits_V >= least).view(-1))[:count]
+
+
+def in_falling_order(logits_V: Tensor, ids: Tensor) -> Tensor:
+    """`ids`, which rise, by falling logit; lower ids first among equals."""
+    return ids[logits_V[ids].sort(descending=True, stable=True).indices]
