@@ -9,11 +9,10 @@ import numpy.typing as npt
 
 from ..proto.ids import Layout
 
-# (cached tokens L, chunk tokens x): three points for the three unknowns, and one decode step. Few and short, since
-# they are timed on every start; x = 1 is never fitted together with chunks (it takes other kernels).
-DECODE_POINT = (256, 1)
-CPU_POINTS = ((0, 64), (0, 256), (512, 64), DECODE_POINT)
-CUDA_POINTS = ((0, 512), (0, 2048), (8192, 512), DECODE_POINT)
+# (cached tokens L, chunk tokens x): three points for the three unknowns. Few and short: they are timed on every start.
+CPU_POINTS = ((0, 64), (0, 256), (512, 64))
+CUDA_POINTS = ((0, 512), (0, 2048), (8192, 512))
+DECODE_DEPTH = 256  # cached tokens of the decode step that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,14 @@ def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64
 
 
 def measuring_points(device: str, layout: Layout, context_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Points (L, x) worth timing at start, those that fit in the context."""
+    """Points (L, x) worth timing at start within the context; the last is a decode step (x = 1)."""
     points: tuple[tuple[int, int], ...] = CPU_POINTS if device == "cpu" else CUDA_POINTS
+    if any(cached + tokens > context_tokens for cached, tokens in points):
+        half, quarter = max(2, context_tokens // 2), max(2, context_tokens // 4)
+        points = ((0, quarter), (0, half), (half, quarter))
     if layout is Layout.TENSOR:
-        points = tuple(point for point in points if point[0] == 0 or point == DECODE_POINT)
-    fitting = tuple(point for point in points if sum(point) <= context_tokens)
-    return fitting or ((0, 1),)
+        points = points[:2]  # attention costs little beside the collectives, and each point takes all ranks
+    return (*points, (min(DECODE_DEPTH, context_tokens - 1), 1))
 
 
 def costs_from_measurements(

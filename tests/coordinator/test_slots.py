@@ -27,7 +27,8 @@ def held(table: BundleTable, layout: Layout) -> list[tuple[int, int]]:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 20)), max_size=40))
 def test_an_arena_never_grants_a_slot_twice_and_loses_none(steps: list[tuple[bool, int, int]]) -> None:
-    arena, granted = SlotArena(30), []
+    arena = SlotArena(30)
+    granted: list[tuple[int, ...]] = []
     for take, count, which in steps:
         if take and count <= arena.free_count:
             slots = arena.take(count)

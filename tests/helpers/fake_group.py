@@ -222,7 +222,7 @@ class FakeGroup:
         return [cells[slots[position // BLOCK_TOKENS], position % BLOCK_TOKENS] for position in range(tokens)]
 
     def _check_cells(self, request: FakeRequest) -> None:
-        """Every bundle holds what was fed. Reading all at each step would be slow: done after a shift and at the end."""
+        """Every bundle holds what was fed. Slow: done after a shift and at the end."""
         for bundle in self._bundles():
             written = request.written[bundle[0]]
             assert self._read(request, bundle, written) == request.fed[:written], f"bundle {bundle} is damaged"
