@@ -12,7 +12,9 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise `SystemExit(128 + number)` in here: 130, 143, 129. Main thread only."""
-    before = {number: signal.signal(number, _exit) for number in ENDING_SIGNALS}
+    hangup_is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup: stay when the terminal goes
+    caught = ENDING_SIGNALS[:2] if hangup_is_ignored else ENDING_SIGNALS
+    before = {number: signal.signal(number, _exit) for number in caught}
     try:
         yield
     finally:
