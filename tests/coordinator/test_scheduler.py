@@ -169,6 +169,20 @@ def test_several_ticks_are_ahead_while_a_prompt_is_read_and_two_in_decode() -> N
     assert run.group.most_outstanding <= 4
 
 
+def test_in_decode_two_ticks_are_ahead_and_no_more() -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(8, 60, LAYER, LAYER), 2))
+    run.send()
+    while len(run.tokens(0)) < 10:
+        while any(run.group._reports):
+            run.report()
+        before = len(run.group.ticks)
+        run.send()
+        assert len(run.group.ticks) - before <= 2
+    assert [tick.decode[0].steps for tick in run.group.ticks[-2:]] == [4, 4]
+    assert len(run.scheduler._ticks) == 2
+
+
 def test_moves_stream_beside_chunks_and_decode_follows_the_commit_at_once() -> None:
     run = new_run(2)
     run.scheduler.submit(plan(0, asked(300, 2, LAYER, TENSOR, chunk=64), 2))
