@@ -18,7 +18,7 @@ from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
 from .shared_memory import SharedSegment
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
-from .waiting import FlagWait, more_ranks_than_cores
+from .waiting import FlagWait, more_ranks_than_cores, named_errors
 
 NAME_BYTES = 64
 
@@ -50,8 +50,9 @@ def open_links(
         return
     _join(rank, world_size, device, local, timeout_seconds)
     try:
-        links = _make(rank, world_size, device, group, local, timeout_seconds)
-        _warm(links, device)
+        with named_errors(f"rank {rank} of {world_size}, opening its links"):
+            links = _make(rank, world_size, device, group, local, timeout_seconds)
+            _warm(links, device)
         yield links
         links.pipeline.drain()
     finally:
