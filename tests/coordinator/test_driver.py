@@ -25,7 +25,8 @@ from gearshift.proto.commands import LoadModel, MeasureCosts, RunTick, Shutdown
 from gearshift.proto.errors import DoesNotFitError, InputError, RequestFailedError, WorkerLostError
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.placement.cuts import place
-from gearshift.tests.helpers.fake_group import FakeGroup, expected_answer, logits_row, logprob
+from gearshift.tests.helpers.fake_group import FakeGroup
+from gearshift.tests.helpers.fake_model import expected_answer, logits_row, logprob
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 VOCAB = 60

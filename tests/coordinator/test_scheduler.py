@@ -1,118 +1,36 @@
 """The log that the scheduler writes, checked by a group that runs it and keeps its rules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from random import Random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
+from gearshift.coordinator.chunk_plan import Auto, Fixed
 from gearshift.coordinator.generation import (
     FinishReason,
     GenerationRequest,
-    RequestPlan,
-    TokenEvent,
 )
-from gearshift.coordinator.planning import plan_request
-from gearshift.coordinator.scheduler import Ended, Scheduler, SchedulerEvent, SchedulerSettings
-from gearshift.coordinator.session import Session
+from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest, PrepareShift, RunTick
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.ids import Layout, Rank, RequestId
-from gearshift.proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
-from gearshift.proto.sampling import SamplingParameters
-from gearshift.tests.helpers.fake_group import FakeGroup, expected_answer
-
-VOCAB = 97
-CONTEXT = 400
-LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
-GREEDY = SamplingParameters(temperature=0)
-
-
-@dataclass
-class Run:
-    """A scheduler and a fake group, driven until nothing is left."""
-
-    scheduler: Scheduler
-    group: FakeGroup
-    pool: SlotPool
-    events: list[SchedulerEvent] = field(default_factory=list)
-
-    def send(self) -> None:
-        for command in self.scheduler.next_commands():
-            self.group.broadcast(command)
-
-    def report(self) -> None:
-        report = self.group.receive(1.0)
-        match report:
-            case TickFinished():
-                self.scheduler.tick_finished(report)
-            case ShiftPrepared():
-                self.scheduler.shift_prepared(report)
-            case ShiftCommitted():
-                self.scheduler.shift_committed(report)
-            case KvHashed():
-                self.scheduler.kv_hashed(report)
-            case _:
-                raise AssertionError(f"nothing comes any more, but the scheduler waits: {report}")
-        self.events += self.scheduler.take_events()
-
-    def finish(self) -> None:
-        self.send()
-        while not self.scheduler.idle:
-            self.report()
-            self.send()
-        self.events += self.scheduler.take_events()
-
-    def sessions(self) -> dict[int, Session]:
-        return {event.session.plan.request_id: event.session for event in self.events if isinstance(event, Ended)}
-
-    def tokens(self, request: int) -> list[int]:
-        events = [event for event in self.events if isinstance(event, TokenEvent)]
-        return [event.token.token for event in events if event.request == request]
-
-
-def new_run(
-    ranks: int,
-    *,
-    requests_of_context: int = 2,
-    seed: int = 0,
-    steps: int = 4,
-    max_open: int = 8,
-    empty: frozenset[tuple[int, int]] = frozenset(),
-    declining: frozenset[int] = frozenset(),
-    failing_after: int | None = None,
-) -> Run:
-    one = slots_needed(-(-CONTEXT // 64), ranks, empty, [(LAYER, TENSOR), (TENSOR, LAYER)])
-    slots = tuple(requests_of_context * count for count in one)
-    pool = SlotPool(slots, empty)
-    group = FakeGroup(
-        ranks, slots, vocab=VOCAB, random=Random(seed), empty=empty, declining=declining, failing_after=failing_after
-    )
-    return Run(Scheduler(SchedulerSettings(ranks, max_open, steps), pool), group, pool)
-
-
-def plan(request_id: int, request: GenerationRequest, ranks: int) -> RequestPlan:
-    return plan_request(
-        RequestId(request_id),
-        replace(request, sampling=GREEDY),
-        ranks=ranks,
-        vocab=VOCAB,
-        context_tokens=CONTEXT,
-        costs=None,
-        limits=Limits(8, 16, 128),
-    )
-
-
-def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
-    return tuple((salt * 31 + index * index * 7 + 3) % VOCAB for index in range(length))
-
-
-def asked(length: int, max_tokens: int | None, prefill: Layout, decode: Layout, chunk: int = 8) -> GenerationRequest:
-    return GenerationRequest(prompt_of(length), max_tokens, prefill=prefill, decode=decode, chunk_rule=Fixed((chunk,)))
+from gearshift.proto.reports import ShiftPrepared, TickFinished
+from gearshift.tests.helpers.fake_group import FakeGroup
+from gearshift.tests.helpers.fake_model import expected_answer
+from gearshift.tests.helpers.scheduler_run import (
+    CONTEXT,
+    LAYER,
+    TENSOR,
+    VOCAB,
+    Run,
+    asked,
+    new_run,
+    plan,
+    prompt_of,
+)
 
 
 def of_type(group: FakeGroup, kind: type) -> list[object]:

@@ -44,33 +44,9 @@ from gearshift.proto.reports import (
     ShiftPrepared,
     TickFinished,
 )
+from gearshift.tests.helpers.fake_model import logits_row, logprob, next_token
 
 Bundle = tuple[int, int]
-
-
-def next_token(history: list[int], vocab: int) -> int:
-    """The fake model."""
-    return (sum((index + 3) * token for index, token in enumerate(history)) * 31 + 7 * len(history)) % vocab
-
-
-def expected_answer(prompt: tuple[int, ...], count: int, vocab: int, stops: frozenset[int] = frozenset()) -> list[int]:
-    """What a request without a group would be answered with."""
-    history = list(prompt)
-    answer: list[int] = []
-    while len(answer) < count:
-        answer.append(next_token(history, vocab))
-        history.append(answer[-1])
-        if answer[-1] in stops:
-            break
-    return answer
-
-
-def logprob(history: list[int], target: int, vocab: int) -> float:
-    return -1.0 - ((next_token(history, vocab) + target) % 13) / 13
-
-
-def logits_row(history: list[int], vocab: int) -> list[float]:
-    return [float((next_token(history, vocab) + index) % vocab) for index in range(vocab)]
 
 
 @dataclass
@@ -153,10 +129,8 @@ class FakeGroup:
             case ReportMemory():
                 for rank in self._all():
                     self._report(MemoryReported(rank, 1000, 900 + rank, 1100))
-            case Shutdown():
-                pass
             case _:
-                raise AssertionError(f"unexpected {command}")
+                assert isinstance(command, Shutdown), f"unexpected {command}"
 
     def send(self, rank: Rank, command: AnyCommand) -> None:
         raise AssertionError("every command is for all ranks")
@@ -168,9 +142,7 @@ class FakeGroup:
             return None
         report = self._reports[self._random.choice(ready)].popleft()
         if isinstance(report, TickFinished):
-            self._unreported[report.sequence] -= 1
-            if not self._unreported[report.sequence]:
-                del self._unreported[report.sequence]
+            self._unreported -= Counter([report.sequence])  # which also drops what has come to zero
         return report
 
     @property
@@ -238,8 +210,7 @@ class FakeGroup:
 
     def _prepare(self, command: PrepareShift) -> None:
         request = self.requests[command.request]
-        assert request.target is None
-        assert command.to is not request.layout
+        assert request.target is None and command.to is not request.layout  # noqa: PT018
         self._acquire(command.request, command.table, command.to, moving_only=True)
         for rank in range(self.ranks):
             assert command.table.slots[rank][rank] == request.table.slots[rank][rank], "(s, s) never moves"
@@ -251,8 +222,7 @@ class FakeGroup:
 
     def _abandon(self, command: AbandonShift) -> None:
         request = self.requests[command.request]
-        assert request.target is not None
-        assert request.to is not None
+        assert request.target is not None and request.to is not None  # noqa: PT018
         self._release(request.target, request.to, moving_only=True)
         request.target = request.to = None
 
@@ -301,10 +271,7 @@ class FakeGroup:
         request = self.requests[command.request]
         for rank in self._all():
             held = [bundle for bundle in self._bundles() if holder(bundle, request.layout) == rank]
-            digests = tuple(
-                (stage, part, str(hash(tuple(self._read(request, (stage, part), command.tokens)))))
-                for stage, part in held
-            )
+            digests = tuple((*bundle, str(self._read(request, bundle, command.tokens))) for bundle in held)
             self._report(KvHashed(rank, command.request, digests))
 
     # Ticks
