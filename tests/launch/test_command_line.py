@@ -88,7 +88,9 @@ def test_a_fault_of_ours_shows_its_place_only_when_asked(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(**_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -89,5 +89,14 @@ def test_the_tables_tell_each_phase_and_each_rank() -> None:
         console.print(phase_table(result(SHIFT)))
         console.print(memory_table(PLACEMENT, MEMORY, result(SHIFT)))
     told = capture.get()
-    for words in ("2 chunks (64, 32)", "layer to tensor", "exposed", "hidden", "1 steps", "0..2", "3..4", "192.0"):
+    for words in (
+        "2 chunks (64, 32)",
+        "layer to tensor",
+        "exposed",
+        "hidden",
+        "1 steps",
+        "0..2",
+        "3..4",
+        "192.0",
+    ):
         assert words in told

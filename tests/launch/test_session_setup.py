@@ -36,7 +36,9 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_counts() -> None:
 
 
 def test_costs_are_measured_only_where_something_depends_on_them() -> None:
-    def needed(workers: int, prefill: Layout | None, decode: Layout | None, rule: Auto | Sqrt | Fixed) -> bool:
+    def needed(
+        workers: int, prefill: Layout | None, decode: Layout | None, rule: Auto | Sqrt | Fixed
+    ) -> bool:
         return costs_are_needed(workers, LayoutSettings(prefill, decode, rule))
 
     assert not needed(1, None, None, Auto())
