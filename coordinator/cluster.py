@@ -8,7 +8,7 @@ from typing import Protocol
 from ..proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError
 from ..proto.codec import PROTOCOL_VERSION
 from ..proto.commands import AnyCommand, Shutdown, Welcome
-from ..proto.errors import GearshiftError, ProtocolError, WorkerFailedError, WorkerLostError
+from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerFailedError, WorkerLostError
 from ..proto.ids import Rank
 from ..proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
 
@@ -162,7 +162,7 @@ class Cluster:
             self._check_silence()
             return report
         if self._watch is not None and (failure := self._watch.poll()) is not None:
-            raise self._fail(self._root_cause(WorkerLostError(failure.describe())))
+            raise self._fail(self._root_cause(_lost_error(failure)))
         self._check_silence()
         return None
 
@@ -233,7 +233,7 @@ class Cluster:
         while True:
             death = death or (self._watch.poll() if self._watch is not None else None)
             if death is not None and death.signal_name is not None:
-                return WorkerLostError(death.describe())
+                return _lost_error(death)
             if self._first_failed is not None and (death is not None or self._watch is None):
                 return _failed_error(self._first_failed)
             if time.monotonic() >= deadline:
@@ -241,7 +241,7 @@ class Cluster:
             self._listen_for_evidence(deadline - time.monotonic(), death is None)
         if self._first_failed is not None:
             return _failed_error(self._first_failed)
-        return seen if death is None else WorkerLostError(death.describe())
+        return seen if death is None else _lost_error(death)
 
     def _listen_for_evidence(self, timeout_seconds: float, watch_processes: bool) -> None:
         wake = (self._watch.fileno(),) if self._watch is not None and watch_processes else ()
@@ -263,6 +263,13 @@ class Cluster:
     def _raise_known_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _lost_error(failure: LaunchFailure) -> WorkerLostError:
+    error = WorkerLostError(failure.describe())
+    if failure.exit_code == InputError.exit_code:  # how a worker ends over what the user can mend
+        error.exit_code = InputError.exit_code
+    return error
 
 
 def _failed_error(report: WorkerFailed) -> WorkerFailedError:

@@ -10,8 +10,9 @@ from ..coordinator.driver import Driver, DriverSettings, LoadResult
 from ..coordinator.model_files import ModelFiles, resolve_model
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
-from ..proto.errors import DoesNotFitError
+from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout
+from ..proto.kv import KvFormat, row_bytes
 from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from ..proto.placement.plan import Placement
@@ -86,6 +87,7 @@ def open_session(
         layer_shares=settings.layer_shares,
         tensor_shares=settings.tensor_shares,
     )
+    _check_kv_format(spec, settings.kv_format)
     started = monotonic()
     with local_cluster(
         workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
@@ -113,6 +115,18 @@ def open_session(
         if costs_are_needed(settings.workers, layouts):
             driver.measure_costs()
         yield Session(driver, placement, start_seconds, loaded)
+
+
+def _check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
+    """`InputError` where a type's blocks do not fill a head's row."""
+    if kv_format is None:
+        return
+    for layer in spec.layers:
+        try:
+            row_bytes(kv_format.key, layer.key_width)
+            row_bytes(kv_format.value, layer.value_width)
+        except ValueError as error:
+            raise InputError(f"--kv-type does not suit this model: {error}") from None
 
 
 def _tell_loaded(spec: ModelSpec, loaded: LoadResult, context_tokens: int) -> None:

@@ -215,3 +215,17 @@ def test_a_killed_worker_is_told_by_rank_and_signal() -> None:
         assert last_line.startswith("gearshift: the worker of rank ")
         assert "SIGKILL" in last_line
         assert psutil.wait_procs(run.children, timeout=10)[1] == []
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there_is_the_users_to_mend() -> None:
+    done = gearshift("run", "demo", "-p", "a", "-n", "1", "--device", "cuda", exit_code=2)
+    assert "CUDA devices; torch sees 0" in done.stderr
+
+
+def test_a_kv_type_that_does_not_suit_the_heads_starts_no_worker(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, ids = tiny_model("llama-yarn"), tokens_file(tmp_path, [5])
+    done = gearshift("run", model, "--tokens-file", ids, "--kv-type", "q8_0", exit_code=2)
+    assert done.stderr.startswith("gearshift: --kv-type does not suit this model")
