@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from gearshift.proto.model import Activation
 from gearshift.worker.kernels.attention import attend
 from gearshift.worker.kernels.elementwise import gated, rms_norm

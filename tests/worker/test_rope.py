@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from gearshift.proto.model import RopeKind, RopeScaling, RopeSpec
 from gearshift.worker.model.rope import RopeTable, frequencies, rotate
 

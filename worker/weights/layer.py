@@ -9,7 +9,7 @@ from ..kernels.matrix import Matrix
 
 @dataclass(frozen=True, slots=True)
 class PartWeights:
-    """Part r of a layer. A part has one address for life: changing layout changes which parts run, not where they lie."""
+    """Part r of a layer. It has one address for life: changing layout changes which parts run, not where they lie."""
 
     part: int
     query_heads: int
