@@ -133,5 +133,5 @@ class MovesUnderWay:
 def _digest(keys: Tensor, values: Tensor) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for rows in (keys, values):
-        digest.update(rows.contiguous().cpu().flatten().view(torch.uint8).numpy())
+        digest.update(rows.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
