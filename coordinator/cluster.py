@@ -13,6 +13,7 @@ from ..proto.ids import Rank
 from ..proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
 
 JOIN_TIMEOUT_SECONDS = 60.0
+STRAGGLER_SECONDS = 8.0  # once one rank has joined, the others have this long, or as long as that one took
 # DESIGN gives a hang 15 s until no process is left: 10 to notice, 5 to end everything.
 SILENCE_SECONDS = 10.0
 _EVIDENCE_SECONDS = 0.5  # at the first sign of trouble: how long to listen for what came before it
@@ -105,12 +106,22 @@ class Cluster:
         return self._progress.get(rank, -1)
 
     def join(self) -> None:
-        """Wait until every rank has said a good `Hello`. Raises `WorkerLostError` naming the absent ranks."""
-        deadline = self._clock() + self._join_timeout_seconds
+        """Wait until every rank has said a good `Hello`. Raises `WorkerLostError` naming the absent ranks.
+
+        Where the ranks were started together (there is a watch), one that lags far behind the first does not come.
+        """
+        started = self._clock()
+        patience = self._join_timeout_seconds
+        first_came = False
         while len(self._hellos) < self.ranks:
-            if self._clock() >= deadline:
-                raise self._fail(WorkerLostError(self._absence()))
-            self._next(min(_SLICE_SECONDS, deadline - self._clock()))
+            waited = self._clock() - started
+            if waited >= patience:
+                raise self._fail(WorkerLostError(self._absence(patience)))
+            self._next(min(_SLICE_SECONDS, patience - waited))
+            if self._hellos and not first_came and self._watch is not None:
+                first_came = True
+                took = self._clock() - started
+                patience = min(patience, took + max(STRAGGLER_SECONDS, took))
 
     def broadcast(self, command: AnyCommand) -> None:
         """Queue a command for every rank, in rank order."""
@@ -252,9 +263,9 @@ class Cluster:
         if incoming is not None and incoming.rank is not None and isinstance(incoming.report, WorkerFailed):
             self._first_failed = self._first_failed or incoming.report
 
-    def _absence(self) -> str:
+    def _absence(self, waited_seconds: float) -> str:
         absent = ", ".join(str(rank) for rank in range(self.ranks) if rank not in self._hellos)
-        return f"rank {absent} did not join within {self._join_timeout_seconds:g} s (of {self.ranks} ranks)"
+        return f"rank {absent} did not join within {waited_seconds:.3g} s (of {self.ranks} ranks)"
 
     def _fail(self, error: GearshiftError) -> GearshiftError:
         self._failure = self._failure or error

@@ -32,7 +32,7 @@ def place(
     if ranks < 1:
         raise InputError(f"at least one worker is needed, not {ranks}")
     if layer_cuts is not None and layer_shares is not None:
-        raise InputError("give layer cut points or layer shares, not both")
+        raise InputError("give --layer-split or --layer-share, not both")
     layers = len(spec.layers)
     if layer_cuts is not None:
         ends = (*_checked_cuts(layer_cuts, ranks, layers), layers)
@@ -50,14 +50,14 @@ def place(
 def _checked_cuts(cuts: tuple[int, ...], ranks: int, layers: int) -> tuple[int, ...]:
     shown = ",".join(map(str, cuts))
     if len(cuts) != ranks - 1:
-        raise InputError(f"layer split {shown}: {ranks} workers need {ranks - 1} cut points, not {len(cuts)}")
+        raise InputError(f"--layer-split {shown}: {ranks} workers need {ranks - 1} cut points, not {len(cuts)}")
     for cut in cuts:
         if not 0 <= cut <= layers:
-            raise InputError(f"layer split {shown}: {cut} is not within the model's 0 to {layers} layers")
+            raise InputError(f"--layer-split {shown}: {cut} is not within the model's 0 to {layers} layers")
     for before, cut in pairwise(cuts):
         if cut <= before:
             fault = "is given twice" if cut == before else f"comes after {before}"
-            raise InputError(f"layer split {shown}: {cut} {fault}; cut points must rise")
+            raise InputError(f"--layer-split {shown}: {cut} {fault}; cut points must rise")
     return cuts
 
 

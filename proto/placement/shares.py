@@ -28,23 +28,23 @@ def normalise(values: Sequence[float] | None, ranks: int, kind: str) -> Shares:
     """Ratios as exact fractions: "3,1" and "0.75,0.25" are the same; None is equal shares.
 
     Values that are all at most 1, not all whole, and add up to more than 1 are a slip (0.7,0.7 for 0.7,0.3, say) and
-    are refused; 1,1 and 1,1,0 are ratios. `kind` names the shares in errors.
+    are refused; 1,1 and 1,1,0 are ratios. `kind` names the flag in errors.
     """
     if values is None:
         return (Fraction(1, ranks),) * ranks
     shown = ",".join(f"{value:g}" for value in values)
     if len(values) != ranks:
         raise InputError(
-            f"{kind} shares {shown}: {len(values)} values for {ranks} workers; give one for each"
+            f"--{kind}-share {shown}: {len(values)} values for {ranks} workers; give one for each"
         )
     for value in values:
         if not isfinite(value) or value < 0:
-            raise InputError(f"{kind} shares {shown}: {value:g} is not a finite number of at least 0")
+            raise InputError(f"--{kind}-share {shown}: {value:g} is not a finite number of at least 0")
     total = sum(values)
     if not total:
-        raise InputError(f"{kind} shares {shown}: at least one must be above 0")
+        raise InputError(f"--{kind}-share {shown}: at least one must be above 0")
     if max(values) <= 1 and total > 1 + SUM_TOLERANCE and any(value not in (0, 1) for value in values):
-        raise InputError(f"{kind} shares {shown} add up to {total:g}; fractions may add up to 1 at most")
+        raise InputError(f"--{kind}-share {shown} add up to {total:g}; fractions may add up to 1 at most")
     # repr is what the user wrote: 0.1 is a tenth, not its nearest binary fraction.
     exact = [Fraction(repr(float(value))) for value in values]
     return tuple(value / sum(exact) for value in exact)

@@ -290,3 +290,12 @@ def test_shutdown_reaches_all_and_forgives_those_that_left(bench: Bench) -> None
     cluster, workers = bench.joined()
     cluster.shutdown()
     assert [worker.receive(5) for worker in workers] == [Shutdown(), Shutdown()]
+
+
+def test_a_rank_far_behind_the_first_does_not_come(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a minute's wait for a worker that was stopped before it could join."""
+    monkeypatch.setattr("gearshift.coordinator.cluster.STRAGGLER_SECONDS", 0.5)
+    cluster = bench.cluster(2, join_timeout_seconds=60)
+    bench.worker().send(hello(0, 2))
+    with pytest.raises(WorkerLostError, match=r"rank 1 did not join within 0\.\d+ s"):
+        cluster.join()

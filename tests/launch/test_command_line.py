@@ -44,7 +44,7 @@ def test_help_and_inspect_never_import_torch() -> None:
         (["run", "demo", "-p", "a", "--temperature", "nan"], "temperature"),
         (["run", "demo", "-p", "a", "--logit-bias", "99999999=1"], "logit_bias"),
         (["run", "demo", "-p", "a", "--stop", ""], "stop string"),
-        (["run", "demo", "-p", "a", "--workers", "2", "--layer-split", "20,10"], "layer split"),
+        (["run", "demo", "-p", "a", "--workers", "2", "--layer-split", "20,10"], "--layer-split 20,10"),
         (["run", "demo", "-p", "a", "--workers", "2", "--layer-share", "1,1,1"], "layer"),
         (["run", "demo"], "--prompt"),
         (["run", "demo", "-p", "a", "-f", "b"], "--prompt and --file together"),

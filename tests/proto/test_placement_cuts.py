@@ -103,7 +103,7 @@ def test_f18_shares_that_cannot_be_are_refused_by_value(
     shares: tuple[float, ...], named: str, kind: str
 ) -> None:
     spec = model_spec([layer_spec()] * 4)
-    with pytest.raises(InputError, match=f"{kind} shares .*{named}"):
+    with pytest.raises(InputError, match=f"--{kind}-share .*{named}"):
         place(spec, 2, **{f"{kind}_shares": shares})  # type: ignore[arg-type]
 
 
