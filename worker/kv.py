@@ -99,16 +99,19 @@ class KvStore:
         region.values[slot_T, :, row_T] = self._encode(self._format.value, value_THV)
 
     def read(self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [first, length) in the compute type: ([H, n, K], [H, n, V])."""
+        """Keys and values of positions [first, length) for attention: ([H, n, K], [H, n, V])."""
         region = self._regions[bundle, layer]
         key_HLK = self._gather(self._format.key, region.keys, run, first, length)
         return key_HLK, self._gather(self._format.value, region.values, run, first, length)
 
     def _gather(self, kv_type: KvType, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         skipped = first // BLOCK_TOKENS
-        blocks = run.blocks(rows, -(-length // BLOCK_TOKENS))[skipped:]
-        raw = blocks.transpose(0, 1).flatten(1, 2)[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
-        return dequantize_q8_0(raw, self._dtype) if kv_type is KvType.Q8_0 else raw.to(self._dtype)
+        blocks = run.blocks(rows, -(-length // BLOCK_TOKENS))[skipped:].transpose(0, 1)
+        if kv_type is KvType.Q8_0:
+            blocks = dequantize_q8_0(blocks, self._dtype)
+        # One pass that gathers, joins the blocks and converts.
+        joined = torch.empty(blocks.shape, dtype=self._dtype, device=blocks.device).copy_(blocks).flatten(1, 2)
+        return joined[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
 
     def _encode(self, kv_type: KvType, rows: Tensor) -> Tensor:
         return quantize_q8_0(rows) if kv_type is KvType.Q8_0 else rows.to(_DTYPES[kv_type])

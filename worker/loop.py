@@ -171,7 +171,9 @@ def load_model(
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
     weights = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add).load()
-    kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], dtype, device, ledger)
+    # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
+    attention_dtype = torch.float32 if device.type == "cpu" else dtype
+    kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
     requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
     stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
     decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)

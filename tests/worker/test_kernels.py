@@ -30,13 +30,13 @@ def naive_attention(
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 9])
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
 @pytest.mark.parametrize("kv_head", [(0, 0, 1, 1), (0, 1, 1, 1), (0,), (0, 0, 0), (0, 1, 2)])
 def test_attention_equals_its_definition(rows: int, window: int, kv_head: tuple[int, ...]) -> None:
     length = rows + 11
     query = torch.randn(rows, len(kv_head), 16)
     key, value = torch.randn(max(kv_head) + 1, length, 16), torch.randn(max(kv_head) + 1, length, 8)
-    got = attend(query, key, value, kv_head, 0.3, window)
+    got = attend(query, key, value, kv_head, 0.3, window, torch.float32)
     want = naive_attention(query, key, value, kv_head, 0.3, window)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
 

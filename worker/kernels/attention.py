@@ -1,43 +1,91 @@
-"""Attention of some query heads over gathered keys and values, plain torch."""
+"""Attention of some query heads over gathered keys and values, plain torch.
+
+Three ways, one result: a single row (decode), many rows through the library's own attention, and on CPUs many rows
+through oneDNN's matrix product, which is 1.6 to 1.9 times as fast there (docs/lab_notes.md).
+"""
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from .matrix import fast_linear, has_fast_linear
+
+FEWEST_FAST_ROWS = 32  # below, a product of its own for every shape costs more than it saves
+
 
 def attend(
     query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, kv_head_of_query: tuple[int, ...], scale: float,
-    sliding_window: int,
+    sliding_window: int, dtype: torch.dtype,
 ) -> Tensor:
     """softmax(q k^T * scale) v for the T newest of L positions: [T, Q, V].
 
     Row t stands at position L - T + t of the gathered keys and sees itself and what came before; with a window W it
-    sees at most W positions, itself included.
+    sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`.
     """
-    rows, _, _ = query_TQK.shape
-    length = key_HLK.shape[1]
     group = _even_group(kv_head_of_query, key_HLK.shape[0])
     if group == 0:
         index = torch.tensor(kv_head_of_query, device=key_HLK.device)
         key_HLK, value_HLV, group = key_HLK[index], value_HLV[index], 1
-    heads = key_HLK.shape[0]
+    rows = query_TQK.shape[0]
     if rows == 1:
-        query_HGK = query_TQK.view(heads, group, -1)
-        scores = torch.bmm(query_HGK, key_HLK.transpose(1, 2)).float().mul_(scale)
-        if 0 < sliding_window < length:
-            scores[..., : length - sliding_window] = float("-inf")
-        weights = torch.softmax(scores, dim=-1).to(value_HLV.dtype)
-        return torch.bmm(weights, value_HLV).view(1, heads * group, -1)
-    mask = causal_mask(rows, length, sliding_window, query_TQK.device)
+        return _one_row(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+    if rows >= FEWEST_FAST_ROWS and has_fast_linear(query_TQK.device, dtype):
+        return _many_rows_fast(query_TQK, key_HLK, value_HLV, group, scale, sliding_window, dtype)
+    return _many_rows(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+
+
+def _one_row(
+    query_1QK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int
+) -> Tensor:
+    heads, length, _ = key_HLK.shape
+    query_HGK = query_1QK.view(heads, group, -1).to(key_HLK.dtype)
+    scores_HGL = torch.bmm(query_HGK, key_HLK.transpose(1, 2)).float().mul_(scale)
+    if 0 < sliding_window < length:
+        scores_HGL[..., : length - sliding_window] = float("-inf")
+    weights_HGL = torch.softmax(scores_HGL, dim=-1).to(value_HLV.dtype)
+    return torch.bmm(weights_HGL, value_HLV).view(1, heads * group, -1)
+
+
+def _many_rows(
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int
+) -> Tensor:
+    mask_TL = causal_mask(query_TQK.shape[0], key_HLK.shape[1], sliding_window, query_TQK.device)
+    query = query_TQK.transpose(0, 1).unsqueeze(0).to(key_HLK.dtype)
     attended = functional.scaled_dot_product_attention(
-        query_TQK.transpose(0, 1).unsqueeze(0), key_HLK.unsqueeze(0), value_HLV.unsqueeze(0), attn_mask=mask,
-        scale=scale, enable_gqa=group > 1,
+        query, key_HLK.unsqueeze(0), value_HLV.unsqueeze(0), attn_mask=mask_TL, scale=scale, enable_gqa=group > 1
     )
     return attended.squeeze(0).transpose(0, 1)
 
 
+def _many_rows_fast(
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One product a KV head, its group's query heads below one another. Keys are f32; values turned once."""
+    rows = query_TQK.shape[0]
+    heads, length, _ = key_HLK.shape
+    width = value_HLV.shape[2]
+    mask_TL = causal_mask(rows, length, sliding_window, query_TQK.device)
+    # Without a window, what came before this chunk is seen whole: only the last square needs the mask.
+    masked = slice(0, length) if sliding_window else slice(length - rows, length)
+    query_HGTK = query_TQK.unflatten(1, (heads, group)).permute(1, 2, 0, 3).float() * scale
+    value_HVL = torch.empty((heads, width, length), dtype=dtype, device=value_HLV.device)
+    value_HVL.copy_(value_HLV.transpose(1, 2))
+    attended_TQV = torch.empty((rows, heads * group, width), dtype=dtype, device=query_TQK.device)
+    for head in range(heads):
+        scores_GTL = fast_linear(query_HGTK[head].flatten(0, 1), key_HLK[head].float()).view(group, rows, length)
+        scores_GTL[..., masked].masked_fill_(~mask_TL[:, masked], float("-inf"))
+        weights = torch.softmax(scores_GTL, dim=-1).to(dtype).flatten(0, 1)
+        product_GTV = fast_linear(weights, value_HVL[head]).view(group, rows, width)
+        attended_TQV[:, head * group : (head + 1) * group] = product_GTV.transpose(0, 1)
+    return attended_TQV
+
+
+@lru_cache(maxsize=4)
 def causal_mask(rows: int, length: int, sliding_window: int, device: torch.device) -> Tensor:
-    """bool [rows, length]: True where row t (at position length - rows + t) may look."""
+    """bool [rows, length]: True where row t (at position length - rows + t) may look. The same for every layer."""
     position = torch.arange(length - rows, length, device=device)[:, None]
     column = torch.arange(length, device=device)[None, :]
     mask = column <= position

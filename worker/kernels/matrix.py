@@ -5,6 +5,8 @@ faster in decode (docs/lab_notes.md). The operators are torch's own, but not pub
 would need padding, the dense matrix and `torch.nn.functional.linear` serve.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -13,31 +15,38 @@ from torch import Tensor
 class Matrix:
     """A matrix [rows, columns] that multiplies rows of activations: `matrix(x_TC)` is x @ matrix^T, [T, rows]."""
 
-    __slots__ = ("_packed", "_weight", "byte_count", "dtype", "rows")
+    __slots__ = ("_fast", "_weight", "byte_count", "dtype", "rows")
 
     def __init__(self, dense: Tensor) -> None:
         self.rows, self.dtype = dense.shape[0], dense.dtype
         self.byte_count = dense.numel() * dense.element_size()
-        self._packed = _can_pack(dense)
-        self._weight = _packed(dense) if self._packed else dense
+        self._fast = dense.numel() > 0 and has_fast_linear(dense.device, dense.dtype)
+        self._weight = _packed(dense) if self._fast else dense
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         x_TC = x_TC.to(self.dtype)
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TC, self._weight, None, "none", [], "")
-            return product
-        return functional.linear(x_TC, self._weight)
+        return fast_linear(x_TC, self._weight) if self._fast else functional.linear(x_TC, self._weight)
 
 
-def _can_pack(dense: Tensor) -> bool:
+def fast_linear(x_TC: Tensor, weight_RC: Tensor) -> Tensor:
+    """x @ weight^T by oneDNN, [T, R]. The weight is contiguous or packed; a new shape costs half a millisecond."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TC, weight_RC, None, "none", [], "")
+    return product
+
+
+def has_fast_linear(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `fast_linear` serves this type on this device."""
+    return device.type == "cpu" and dtype in _fast_types()
+
+
+@lru_cache(maxsize=1)
+def _fast_types() -> frozenset[torch.dtype]:
     operators = torch.ops.mkldnn
-    return (
-        dense.device.type == "cpu"
-        and dense.numel() > 0
-        and torch.backends.mkldnn.is_available()
-        and all(hasattr(operators, name) for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes"))
-        and (dense.dtype is not torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    needed = ("_linear_pointwise", "_reorder_linear_weight", "_nbytes", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(operators, name) for name in needed):
+        return frozenset()
+    bf16 = {torch.bfloat16} if operators._is_mkldnn_bf16_supported() else set()
+    return frozenset({torch.float32} | bf16)
 
 
 def _packed(dense: Tensor) -> Tensor:

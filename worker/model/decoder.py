@@ -97,7 +97,7 @@ class Decoder:
             key_THK = rms_norm(heads_THK[:, part.query_heads :], weights.key_norm, epsilon)
             heads_THK = torch.cat((query_TQK, key_THK), dim=1)
         heads_THK = rotate(heads_THK, rotation)
-        query_TQK, key_THK = heads_THK[:, : part.query_heads].to(self._dtype), heads_THK[:, part.query_heads :]
+        query_TQK, key_THK = heads_THK[:, : part.query_heads], heads_THK[:, part.query_heads :]
         attended_TQV = self._attend(query_TQK, key_THK, value_THV, part, layer, segments)
         return part.attention_output(attended_TQV.flatten(1)).float()
 
@@ -120,7 +120,8 @@ class Decoder:
             first = max(0, segment.start + 1 - window) if window else 0
             key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, segment.start + segment.rows)
             attended[span] = attend(
-                query_TQK[span], key_HLK, value_HLV, part.kv_head_of_query, self._spec.attention_scale, window
+                query_TQK[span], key_HLK, value_HLV, part.kv_head_of_query, self._spec.attention_scale, window,
+                self._dtype,
             )
         return attended
 

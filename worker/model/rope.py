@@ -15,12 +15,16 @@ from ...proto.model import RopeKind, RopeScaling, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of the rows of one pass, ready for `rotate`."""
+    """Angles of the rows of one pass, ready for `rotate`; the magnitude is in them.
+
+    INTERLEAVED: `turn` is complex [T, 1, dimensions / 2], by which pairs read as complex numbers are multiplied.
+    HALVES: `turn` is [T, 1, dimensions], the cosines, and `sine` the sines, negative in the first half.
+    """
 
     kind: RopeKind
     dimensions: int
-    cosine: Tensor  # [T, 1, dimensions / 2], magnitude included
-    sine: Tensor
+    turn: Tensor
+    sine: Tensor | None
 
 
 def frequencies(rope: RopeSpec, factors: Tensor | None) -> tuple[Tensor, float]:
@@ -71,10 +75,14 @@ class RopeTable:
     def _rotation(self, rope: RopeSpec, positions_T: Tensor) -> Rotation:
         turns, magnitude = self._tables[rope]
         angles = positions_T.to(torch.float32)[:, None, None] * turns
-        cosine, sine = angles.cos(), angles.sin()
-        if magnitude != 1.0:
-            cosine, sine = cosine * magnitude, sine * magnitude
-        return Rotation(rope.kind, rope.dimensions, cosine, sine)
+        match rope.kind:
+            case RopeKind.INTERLEAVED:
+                turn = torch.polar(torch.full_like(angles, magnitude), angles)
+                return Rotation(rope.kind, rope.dimensions, turn, None)
+            case RopeKind.HALVES:
+                cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
+                turn = torch.cat((cosine, cosine), dim=-1)
+                return Rotation(rope.kind, rope.dimensions, turn, torch.cat((-sine, sine), dim=-1))
 
 
 def rotate(heads_THK: Tensor, rotation: Rotation) -> Tensor:
@@ -82,13 +90,10 @@ def rotate(heads_THK: Tensor, rotation: Rotation) -> Tensor:
     turned, rest = heads_THK, None
     if rotation.dimensions != heads_THK.shape[-1]:
         turned, rest = heads_THK[..., : rotation.dimensions], heads_THK[..., rotation.dimensions :]
-    match rotation.kind:
-        case RopeKind.INTERLEAVED:
-            even, odd = turned[..., 0::2], turned[..., 1::2]
-            pairs = (even * rotation.cosine - odd * rotation.sine, odd * rotation.cosine + even * rotation.sine)
-            result = torch.stack(pairs, dim=-1).flatten(-2)
-        case RopeKind.HALVES:
-            left, right = turned.chunk(2, dim=-1)
-            pairs = (left * rotation.cosine - right * rotation.sine, right * rotation.cosine + left * rotation.sine)
-            result = torch.cat(pairs, dim=-1)
+    if rotation.sine is None:
+        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))
+        result = torch.view_as_real(pairs * rotation.turn).flatten(-2)
+    else:
+        left, right = turned.chunk(2, dim=-1)
+        result = torch.addcmul(turned * rotation.turn, torch.cat((right, left), dim=-1), rotation.sine)
     return result if rest is None else torch.cat((result, rest), dim=-1)
