@@ -27,6 +27,8 @@ from .lifeline import Lifeline
 WELCOME_TIMEOUT_SECONDS = 60.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+ONEDNN_KEPT_SHAPES = "128"
+
 MainLoop: TypeAlias = Callable[[WorkerChannel, int, int, str, Progress, str], None]
 
 
@@ -154,6 +156,8 @@ def _set_threads(threads: int | None) -> None:
     if threads is not None:
         for name in THREAD_VARIABLES:
             os.environ[name] = str(threads)
+    # oneDNN keeps a compiled product (about 0.6 MiB) for every shape it has met: 1,024 of them by default.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KEPT_SHAPES)
 
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:
