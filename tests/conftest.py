@@ -24,6 +24,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def users_folders_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test sees the settings of whoever runs it, or leaves logs in their folders."""
+    folder = tmp_path_factory.mktemp("user")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        for name in [name for name in os.environ if name.startswith("GEARSHIFT_")]:
+            patch.delenv(name)
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
     """tests/data/golden: answers of the reference implementation."""

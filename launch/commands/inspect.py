@@ -8,7 +8,8 @@ import typer
 from ...proto.errors import UnsupportedModelError
 from .. import flags
 from ..console import stdout_console, warn
-from ..options import parse_cut_points, parse_shares
+from ..models import open_files
+from ..options import GroupSettings, group_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +37,7 @@ Tensors = Annotated[
 
 def inspect(
     model: flags.Model,
-    workers: flags.Workers = 1,
+    workers: flags.Workers = None,
     layer_split: flags.LayerSplit = None,
     layer_share: flags.LayerShare = None,
     tensor_share: flags.TensorShare = None,
@@ -44,12 +45,10 @@ def inspect(
     as_json: flags.Json = False,
 ) -> None:
     """Show metadata, tensors and their types, and the parts that S workers would hold."""
-    from ...coordinator.model_files import resolve_model
-
-    cuts = parse_cut_points("--layer-split", layer_split)
-    layer_shares = parse_shares("--layer-share", layer_share)
-    tensor_shares = parse_shares("--tensor-share", tensor_share)
-    files = resolve_model(model)
+    settings = group_settings(
+        workers=workers, layer_split=layer_split, layer_share=layer_share, tensor_share=tensor_share
+    )
+    files = open_files(model)
     facts: dict[str, Any] = {
         "files": [
             {"path": one.path, "bytes": one.byte_count, "fingerprint": one.fingerprint} for one in files.facts
@@ -62,7 +61,7 @@ def inspect(
         ],
     }
     try:
-        facts["parts"] = _parts(files, workers, cuts, layer_shares, tensor_shares)
+        facts["parts"] = _parts(files, settings)
     except UnsupportedModelError as error:
         # The file itself is sound and can be shown; only running it is refused.
         facts["parts"] = []
@@ -70,22 +69,22 @@ def inspect(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        _show(facts, workers, tensors)
+        _show(facts, settings.workers, tensors)
 
 
-def _parts(
-    files: "ModelFiles",
-    workers: int,
-    cuts: tuple[int, ...] | None,
-    layer_shares: tuple[float, ...] | None,
-    tensor_shares: tuple[float, ...] | None,
-) -> list[dict[str, Any]]:
+def _parts(files: "ModelFiles", settings: GroupSettings) -> list[dict[str, Any]]:
     from ...coordinator.model_spec import build_spec
     from ...proto.placement.cuts import place
     from ...proto.placement.memory import describe
 
     spec = build_spec(files)
-    placement = place(spec, workers, layer_cuts=cuts, layer_shares=layer_shares, tensor_shares=tensor_shares)
+    placement = place(
+        spec,
+        settings.workers,
+        layer_cuts=settings.layer_split,
+        layer_shares=settings.layer_shares,
+        tensor_shares=settings.tensor_shares,
+    )
     return [_part_facts(spec, placement, plan) for plan in describe(spec, placement)]
 
 

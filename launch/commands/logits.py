@@ -8,8 +8,9 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note, warn
-from ..options import Device, group_settings, layout_settings
+from ..options import group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens
+from ..user_folders import current_settings
 
 EXAMPLES = """\
 gearshift logits demo --tokens-file ids.json --prompt-length 37 --out logits.npy
@@ -34,19 +35,19 @@ def logits(
     tokens_file: TokensFile,
     out: Out,
     prompt_length: PromptLength = None,
-    workers: flags.Workers = 1,
-    device: flags.DeviceFlag = Device.AUTO,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
     threads: flags.Threads = None,
-    prefill: flags.Prefill = "auto",
-    decode: flags.Decode = "auto",
-    chunk: flags.ChunkRule = "auto",
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    chunk: flags.ChunkRule = None,
     max_chunk: flags.MaxChunk = None,
     context: flags.Context = None,
     layer_split: flags.LayerSplit = None,
     layer_share: flags.LayerShare = None,
     tensor_share: flags.TensorShare = None,
-    compute_type: flags.ComputeTypeFlag = "auto",
-    kv_type: flags.KvTypeFlag = "auto",
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
     import numpy as np
@@ -75,7 +76,8 @@ def logits(
         raise InputError(
             f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {tokens_file}"
         )
-    context_tokens = choose_context(context, len(tokens), 0, opened.spec.trained_context)
+    chosen = current_settings({"context": context})
+    context_tokens = choose_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
     with open_session(opened, settings, layouts, context_tokens) as session:
         rows, result = collect_logits(
             session.driver,

@@ -9,7 +9,7 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note
-from ..options import Device, group_settings, layout_settings
+from ..options import group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens, read_prompt
 
 EXAMPLES = """\
@@ -33,17 +33,17 @@ def perplexity(
     file: flags.PromptFile = None,
     tokens_file: flags.TokensFile = None,
     context: Window = USUAL_WINDOW_TOKENS,
-    workers: flags.Workers = 1,
-    device: flags.DeviceFlag = Device.AUTO,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
     threads: flags.Threads = None,
-    prefill: flags.Prefill = "auto",
-    chunk: flags.ChunkRule = "auto",
+    prefill: flags.Prefill = None,
+    chunk: flags.ChunkRule = None,
     max_chunk: flags.MaxChunk = None,
     layer_split: flags.LayerSplit = None,
     layer_share: flags.LayerShare = None,
     tensor_share: flags.TensorShare = None,
-    compute_type: flags.ComputeTypeFlag = "auto",
-    kv_type: flags.KvTypeFlag = "auto",
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
     as_json: flags.Json = False,
 ) -> None:
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""

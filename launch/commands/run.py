@@ -4,11 +4,12 @@ import json
 from typing import TYPE_CHECKING
 
 from ...proto.errors import RequestFailedError
-from ...proto.sampling import SamplingParameters
 from .. import flags
-from ..console import busy, stderr_console, warn
-from ..options import Device, group_settings, layout_settings, parse_logit_bias, parse_seed
+from ..console import busy, note, stderr_console, warn
+from ..options import group_settings, layout_settings
 from ..prompts import prompt_tokens, read_prompt
+from ..sampling_settings import choose_sampling
+from ..user_folders import current_settings
 
 if TYPE_CHECKING:
     from ...coordinator.generation import GenerationRequest
@@ -34,30 +35,30 @@ def run(
     max_tokens: flags.MaxTokens = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
-    workers: flags.Workers = 1,
-    device: flags.DeviceFlag = Device.AUTO,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
     threads: flags.Threads = None,
-    prefill: flags.Prefill = "auto",
-    decode: flags.Decode = "auto",
-    chunk: flags.ChunkRule = "auto",
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    chunk: flags.ChunkRule = None,
     max_chunk: flags.MaxChunk = None,
     context: flags.Context = None,
     layer_split: flags.LayerSplit = None,
     layer_share: flags.LayerShare = None,
     tensor_share: flags.TensorShare = None,
-    compute_type: flags.ComputeTypeFlag = "auto",
-    kv_type: flags.KvTypeFlag = "auto",
-    verify_shift: flags.VerifyShift = False,
-    temperature: flags.Temperature = flags.DEFAULTS.temperature,
-    top_k: flags.TopK = flags.DEFAULTS.top_k,
-    top_p: flags.TopP = flags.DEFAULTS.top_p,
-    min_p: flags.MinP = flags.DEFAULTS.min_p,
-    repeat_penalty: flags.RepeatPenalty = flags.DEFAULTS.repetition_penalty,
-    repeat_last_n: flags.RepeatLastN = flags.DEFAULTS.penalty_window,
-    presence_penalty: flags.PresencePenalty = flags.DEFAULTS.presence_penalty,
-    frequency_penalty: flags.FrequencyPenalty = flags.DEFAULTS.frequency_penalty,
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
+    verify_shift: flags.VerifyShift = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repeat_penalty: flags.RepeatPenalty = None,
+    repeat_last_n: flags.RepeatLastN = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
     logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = flags.DEFAULTS.seed,
+    seed: flags.Seed = None,
     logprobs: flags.Logprobs = flags.DEFAULTS.logprobs,
     as_json: flags.Json = False,
 ) -> None:
@@ -83,36 +84,45 @@ def run(
     )
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
-    sampling = SamplingParameters(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repeat_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        penalty_window=repeat_last_n,
-        logit_bias=parse_logit_bias("--logit-bias", logit_bias or ()),
-        seed=parse_seed("--seed", seed),
-        logprobs=logprobs,
-    )
     source = read_prompt(prompt, file, tokens_file)
     opened = open_model(model)
-    validate(sampling, opened.spec.vocab)
+    sampling = choose_sampling(
+        opened.files.metadata,
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repeat_penalty": repeat_penalty,
+            "repeat_last_n": repeat_last_n,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        },
+        logit_bias=logit_bias or (),
+        logprobs=logprobs,
+    )
+    validate(sampling.parameters, opened.spec.vocab)
     tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
-    context_tokens = choose_context(context, len(tokens), max_tokens, opened.spec.trained_context)
+    chosen = current_settings({"context": context, "verify_shift": verify_shift})
+    context_tokens = choose_context(
+        chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
+    )
     request = GenerationRequest(
         prompt=tokens,
         max_tokens=max_tokens,
-        sampling=sampling,
+        sampling=sampling.parameters,
         stop_tokens=frozenset() if ignore_eos else opened.tokenizer.end_of_generation,
         prefill=layouts.prefill,
         decode=layouts.decode,
         chunk_rule=layouts.chunk_rule,
-        verify_shift=verify_shift,
+        verify_shift=chosen.switch("verify_shift"),
     )
     stream = TextStream(opened.tokenizer.token_bytes, stops)
     with open_session(opened, settings, layouts, context_tokens) as session:
+        for warning in sampling.warnings:
+            warn(warning)
+        note(sampling.told)
         _answer(session, request, stream, as_json)
 
 

@@ -7,6 +7,7 @@ import typer
 
 from .. import flags
 from ..console import warn
+from ..models import open_files
 from ..prompts import read_prompt_text
 
 EXAMPLES = """\
@@ -32,11 +33,10 @@ def tokenize(
     as_json: flags.Json = False,
 ) -> None:
     """Show the token ids of a text; BOS is put in front where the model's file asks for it."""
-    from ...coordinator.model_files import resolve_model
     from ...coordinator.tokenizer import build_tokenizer
 
     text = read_prompt_text(prompt, file)
-    tokenizer = build_tokenizer(resolve_model(model).metadata)
+    tokenizer = build_tokenizer(open_files(model).metadata)
     for warning in tokenizer.warnings:
         warn(warning)
     ids = tokenizer.encode(text, add_special=not no_bos, parse_special=not no_special)
