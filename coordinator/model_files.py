@@ -53,7 +53,7 @@ class ModelFiles:
 
 
 def resolve_model(text: str, folders: Sequence[Path] = ()) -> ModelFiles:
-    """Opens a model: a path, any shard of a split one, a folder with one model, a name in `folders`, or the word `demo`.
+    """Opens a model: a path, any shard of a split one, a folder with one model, a name in `folders`, or `demo`.
 
     Raises ModelFileError (missing, damaged, cut off, an incomplete or mixed split), UnsupportedModelError (a version or
     tensor type not known here), InputError (the demo model is not installed; several models could be meant).

@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import inspect, logits, perplexity, run, tokenize
+from .commands import config, inspect, logits, perplexity, run, tokenize
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -30,6 +30,7 @@ app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("config", epilog=config.EXAMPLES)(config.config)
 
 
 def _print_version(wanted: bool) -> None:
