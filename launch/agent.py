@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from ..proto.processes import die_with_parent
+from .run_logs import rank_log
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 KILL_AFTER_SECONDS = 3.0  # a worker that is left this long after another one failed is killed
 LAST_LINES = 20
@@ -103,7 +105,6 @@ def _elastic_agent(options: argparse.Namespace) -> "LocalElasticAgent":
     # Late: torch takes seconds to import, and this process must be tied to its parent before that.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
     rendezvous = registry.get_rendezvous_handler(
@@ -128,8 +129,25 @@ def _elastic_agent(options: argparse.Namespace) -> "LocalElasticAgent":
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    logs = DefaultLogsSpecs(log_dir=options.run_folder, redirects=Std.ALL)
-    return LocalElasticAgent(spec, logs, exit_barrier_timeout=5)
+    return LocalElasticAgent(spec, _logs_specs(Path(options.run_folder)), exit_barrier_timeout=5)
+
+
+def _logs_specs(run_folder: Path) -> "LogsSpecs":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    class RankLogs(DefaultLogsSpecs):
+        """A worker's stderr in a file of its rank's name; its stdout beside the agent's own output."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            places = super().reify(envs)
+            for local_rank, environment in envs.items():
+                places.stderrs[local_rank] = str(rank_log(run_folder, int(environment["RANK"])))
+            # Nothing is followed: what elastic would copy to its own output is in the files.
+            places.tee_stdouts.clear()
+            places.tee_stderrs.clear()
+            return places
+
+    return RankLogs(log_dir=os.devnull)
 
 
 class _Reporter:
@@ -146,7 +164,7 @@ class _Reporter:
     def run(self) -> None:
         """Until every worker has ended."""
         places = self._discover()
-        self._write(Started(tuple((rank, pid) for pid, (rank, _) in places.items())))
+        self._write(Started(tuple((rank, pid) for pid, rank in places.items())))
         poller = select.poll()
         pid_of_descriptor: dict[int, int] = {}
         for pid in places:
@@ -179,20 +197,20 @@ class _Reporter:
         # In elastic's order; those that it ended itself by SIGTERM come only when there is nothing else.
         failures = sorted(result.failures.items(), key=lambda item: item[1].exitcode == -signal.SIGTERM)
         rank, failure = failures[0]
+        lines = last_lines(rank_log(self._run_folder, rank))
         by_signal = failure.exitcode < 0
-        lines = self._stderr(failure.local_rank)
         name = signal_name(-failure.exitcode) if by_signal else None
         self._write(Ended(rank, failure.pid, None if by_signal else failure.exitcode, name, lines))
 
-    def _discover(self) -> dict[int, tuple[int, int]]:
-        """(rank, local rank) by pid, once elastic has started all workers."""
+    def _discover(self) -> dict[int, int]:
+        """Rank by pid, once elastic has started all workers."""
         while True:
             workers = self._agent.get_worker_group().workers
             if all(worker.id is not None for worker in workers):
-                return {int(worker.id): (int(worker.global_rank), int(worker.local_rank)) for worker in workers}
+                return {int(worker.id): int(worker.global_rank) for worker in workers}
             time.sleep(_DISCOVERY_SECONDS)
 
-    def _ended(self, descriptor: int, pid: int, places: dict[int, tuple[int, int]]) -> Ended | None:
+    def _ended(self, descriptor: int, pid: int, places: dict[int, int]) -> Ended | None:
         try:
             # WNOWAIT: the process stays for elastic to reap.
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -200,14 +218,11 @@ class _Reporter:
             return None
         if status is None:
             return None
-        rank, local_rank = places[pid]
+        rank = places[pid]
+        lines = last_lines(rank_log(self._run_folder, rank))
         if status.si_code == os.CLD_EXITED:
-            return Ended(rank, pid, status.si_status, None, self._stderr(local_rank))
-        return Ended(rank, pid, None, signal_name(status.si_status), self._stderr(local_rank))
-
-    def _stderr(self, local_rank: int) -> tuple[str, ...]:
-        found = sorted(self._run_folder.glob(f"*/attempt_0/{local_rank}/stderr.log"))
-        return last_lines(found[0]) if found else ()
+            return Ended(rank, pid, status.si_status, None, lines)
+        return Ended(rank, pid, None, signal_name(status.si_status), lines)
 
     def _write(self, line: AgentLine) -> None:
         with self._lock:

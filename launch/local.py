@@ -4,11 +4,9 @@ import fcntl
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +20,9 @@ from ..coordinator.cluster import JOIN_TIMEOUT_SECONDS, SILENCE_SECONDS, Cluster
 from ..proto.channel import CoordinatorChannel
 from ..proto.ids import Rank
 from .agent import AgentLine, Ended, Started, last_lines, signal_name
+from .run_logs import AGENT_LOG, RunFolder, open_run_folder
 from .signals import signals_ignored
+from .user_folders import current_settings, logs_folder
 
 CLEAN_END_SECONDS = 5.0  # for workers that were told to end
 KILL_SECONDS = 3.0  # for the kernel to end what was killed
@@ -91,7 +91,7 @@ class AgentWatch:
             pid=self._agent.pid,
             exit_code=None if by_signal else code,
             signal_name=signal_name(-code) if by_signal else None,
-            last_lines=last_lines(self._run_folder / "agent.log"),
+            last_lines=last_lines(self._run_folder / AGENT_LOG),
             folder=str(self._run_folder),
         )
 
@@ -119,7 +119,7 @@ class LocalLaunch:
         self._device = device
         self._threads = threads_per_worker or default_threads(workers)
         self._worker_module = worker_module
-        self._run_folder: Path | None = None
+        self._run_folder: RunFolder | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._watch: AgentWatch | None = None
 
@@ -151,41 +151,41 @@ class LocalLaunch:
     def close(self, error: BaseException | None = None) -> None:
         """End everything that was started, within `CLEAN_END_SECONDS + 2 * KILL_SECONDS`. May be called twice.
 
-        The workers' output is kept only where `error` tells of it.
+        The workers' output stays in the user's state folder.
         """
         with signals_ignored():
             if self._agent is not None:
                 self._end(self._agent, kill=error is not None)
             if self._watch is not None:
                 os.close(self._watch.fileno())
-            if self._run_folder is not None and str(self._run_folder) not in str(error):
-                shutil.rmtree(self._run_folder, ignore_errors=True)
+            if self._run_folder is not None:
+                self._run_folder.close(told=str(self._run_folder.path) in str(error))
             self._agent = self._watch = self._run_folder = None
 
     def _start(self) -> None:
-        self._run_folder = Path(tempfile.mkdtemp(prefix="gearshift-"))
+        kept_runs = current_settings().whole_number("kept_runs")
+        self._run_folder = open_run_folder(logs_folder(), kept_runs)
         read_end, write_end = os.pipe()
         try:
-            with (self._run_folder / "agent.log").open("wb") as log:
-                self._agent = subprocess.Popen(
-                    self._command(write_end),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(write_end,),
-                    start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
-                    env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(self._threads)),
-                )
-            self._watch = AgentWatch(read_end, self._agent, self._run_folder)
+            self._agent = subprocess.Popen(
+                self._command(self._run_folder.path, write_end),
+                stdin=subprocess.DEVNULL,
+                stdout=self._run_folder.agent_log,
+                stderr=self._run_folder.agent_log,
+                pass_fds=(write_end,),
+                start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
+                env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(self._threads)),
+            )
+            self._watch = AgentWatch(read_end, self._agent, self._run_folder.path)
         finally:
             os.close(write_end)
             if self._watch is None:
                 os.close(read_end)
 
-    def _command(self, report_fd: int) -> Sequence[str]:
+    def _command(self, run_folder: Path, report_fd: int) -> Sequence[str]:
         # -P: a file in the user's folder that is called like one of our imports must not be taken for it.
         agent = (sys.executable, "-P", "-m", "gearshift.launch.agent", "--workers", str(self._workers))
-        places = ("--run-folder", str(self._run_folder), "--report-fd", str(report_fd))
+        places = ("--run-folder", str(run_folder), "--report-fd", str(report_fd))
         names = ("--group", self._group, "--parent-pid", str(os.getpid()), "--worker-module", self._worker_module)
         worker = ("--coordinator", self._address, "--group", self._group)
         settings = ("--device", self._device, "--threads", str(self._threads))

@@ -16,6 +16,7 @@ import pytest
 
 from gearshift.coordinator.cluster import Cluster
 from gearshift.launch.local import LocalLaunch, default_threads, local_cluster
+from gearshift.launch.user_folders import logs_folder
 from gearshift.proto.channel import CoordinatorChannel
 from gearshift.proto.commands import ReportMemory
 from gearshift.proto.errors import WorkerFailedError, WorkerLostError
@@ -29,10 +30,14 @@ FAKE_COORDINATOR = "gearshift.tests.helpers.fake_coordinator"
 
 @pytest.fixture(autouse=True)
 def run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run folders go here, so that a test sees what is left of them."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    """The folders of runs go here, so that a test sees what is left of them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path
+    (tmp_path / "temporary").mkdir()
+    logs = logs_folder()
+    logs.mkdir(parents=True)
+    return logs
 
 
 @pytest.fixture
@@ -80,7 +85,9 @@ def test_a_group_starts_works_and_ends_clean(run_folders: Path) -> None:
         assert pids == {rank: cluster.hellos[rank].pid for rank in range(3)}
         threads = {one.planned_bytes for one in answers if isinstance(one, MemoryReported)}
         assert threads == {default_threads(3)}
-    assert list(run_folders.iterdir()) == []
+    (folder,) = run_folders.iterdir()
+    logs = [folder / f"rank-{rank}.log" for rank in range(3)]
+    assert sorted(folder.iterdir()) == [folder / "agent.log", *logs]
 
 
 def test_kill_of_a_worker_is_told_at_once_by_rank_and_signal() -> None:
@@ -145,6 +152,7 @@ def test_a_worker_that_breaks_before_joining_is_told_with_its_last_words(
         pytest.fail("the group cannot have joined")
     (folder,) = run_folders.iterdir()
     assert str(folder) in str(caught.value)
+    assert "ImportError: no such library" in (folder / "rank-1.log").read_text()
     assert children_of(os.getpid()) == ()
 
 
@@ -202,14 +210,13 @@ def read_line(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_the_coordinators_end_by_signal_leaves_nothing(
-    number: signal.Signals, exit_code: int, run_folders: Path
+    number: signal.Signals, exit_code: int
 ) -> None:
     with coordinator_process() as process, Watched(json.loads(read_line(process, 30))) as below:
         os.killpg(process.pid, number)
         assert process.wait(10) == exit_code
         assert below.left_after(10) == ()
-    if number != signal.SIGKILL:
-        assert list(run_folders.iterdir()) == []
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
 
 
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.02, 0.15, 0.6, 1.0])
@@ -222,7 +229,7 @@ def test_ctrl_c_while_starting_leaves_nothing(delay_seconds: float, run_folders:
             assert process.wait(10) == 130
             assert below.left_after(10) == ()
     assert processes_with(str(run_folders)) == []
-    assert list(run_folders.iterdir()) == []
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
 
 
 def processes_with(text: str) -> list[str]:
