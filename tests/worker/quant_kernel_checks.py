@@ -1,0 +1,67 @@
+"""Triton's kernels against their plain twins on fresh random data. Run as a program: it prints one line a check.
+
+On a machine with a CUDA device the kernels run there; without one, set TRITON_INTERPRET=1.
+"""
+
+import os
+import sys
+
+import numpy as np
+import torch
+
+from gearshift.tests.worker.test_quant_planes import random_rows
+from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def dequantised_activations(x: quant_ops.QuantizedRows) -> torch.Tensor:
+    return (x.codes.float().unflatten(1, (-1, 32)) * x.scales[..., None]).flatten(1)
+
+
+def check(type_name: str, rows: int, columns: int, batch: int, seed: int) -> dict[str, float]:
+    raw = torch.from_numpy(random_rows(type_name, rows, columns, seed)).to(DEVICE)
+    planes = from_gguf(type_name, raw)
+    dense = dequantize(planes)
+    x = torch.randn(batch, columns, device=DEVICE)
+    quantised = quant_ops.quantize(x)
+    out = torch.full((batch, rows + 3), float("nan"), device=DEVICE)[:, :rows]
+    quant_ops.multiply(planes, quantised, out)
+    expanded = torch.full((rows, columns), float("nan"), device=DEVICE)
+    quant_ops.expand(planes, expanded)
+    ids = torch.randint(0, rows, (5,), device=DEVICE)
+    gathered = torch.full((5, columns), float("nan"), device=DEVICE)
+    quant_ops.gather(planes, ids, gathered, 2.0)
+    rounded = dequantised_activations(quantised)
+    return {
+        "product": relative_error(out, rounded.double() @ dense.double().T),
+        "activations": relative_error(rounded, x),
+        "sums": relative_error(quantised.sums_32, rounded.unflatten(1, (-1, 32)).sum(-1)),
+        "expanded": float((expanded - dense).abs().max() / dense.abs().max()),
+        "gathered": float((gathered - 2 * dense[ids]).abs().max() / dense.abs().max()),
+    }
+
+
+def main() -> int:
+    shapes = [(5, 256, 1), (7, 448, 3)] if INTERPRETED else [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16)]
+    limits = {"product": 2e-6, "activations": 1e-2, "sums": 1e-5, "expanded": 1e-6, "gathered": 1e-6}
+    bad = 0
+    for type_name in sorted(FORMATS):
+        for rows, columns, batch in shapes:
+            if columns % FORMATS[type_name].block_columns:
+                columns = 512
+            errors = check(type_name, rows, columns, batch, seed=int(np.random.randint(1 << 30)))
+            wrong = {name: error for name, error in errors.items() if not error < limits[name]}
+            bad += bool(wrong)
+            print(type_name, rows, columns, batch, "wrong" if wrong else "right", errors, flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

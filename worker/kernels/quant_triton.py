@@ -1,0 +1,247 @@
+"""Triton kernels over planes (see `quant_planes`): dequantise, gather, quantise activations, matrix times vectors.
+
+Activations are int8 with one scale a 32 columns, so that a product is integer (`dp4a`: four products in one
+instruction): turning codes into floats first is what bounds such kernels otherwise. `EMULATED` replaces the one
+instruction that Triton's interpreter lacks, so the same kernels are tested without a GPU.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dot4(codes, x, SIGNED: tl.constexpr, EMULATED: tl.constexpr):
+    """Sum of four byte products. `codes` unsigned unless SIGNED; `x` signed."""
+    if EMULATED:
+        total = tl.zeros_like(codes)
+        for lane in tl.static_range(4):
+            c = (codes >> (8 * lane)) & 255
+            if SIGNED:
+                c = tl.where(c > 127, c - 256, c)
+            v = (x >> (8 * lane)) & 255
+            total += c * tl.where(v > 127, v - 256, v)
+        return total
+    elif SIGNED:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [codes, x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, 0;", "=r,r,r", [codes, x], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _half_of_word(word, UPPER: tl.constexpr):
+    """One of the two f16 in an int32, as f32."""
+    bits = (word >> 16) if UPPER else word
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def quantize_tile(v, in_range):
+    """f32 [M, 32] to (codes int8, scales f32 [M]). Rows not `in_range` give zeros."""
+    scale = tl.maximum(tl.max(tl.abs(v), 1) / 127.0, 1e-30)
+    # Round half away from zero: plain arithmetic, the same everywhere.
+    q = v / scale[:, None]
+    q = tl.where(q >= 0, q + 0.5, q - 0.5).to(tl.int32)
+    return tl.where(in_range[:, None], q, 0), scale
+
+
+@triton.jit
+def store_quantized(q, scale, in_range, group, xq, xs, xsum16, xsum32, K: tl.constexpr):
+    """Codes, scales and sums of groups of 32 columns of one row; pointers are to the row's start."""
+    column = tl.arange(0, 32)
+    tl.store(xq + group[:, None] * 32 + column[None, :], q.to(tl.int8), mask=in_range[:, None])
+    tl.store(xs + group, scale, mask=in_range)
+    left = tl.sum(tl.where(column[None, :] < 16, q, 0), 1).to(tl.float32) * scale
+    right = tl.sum(tl.where(column[None, :] < 16, 0, q), 1).to(tl.float32) * scale
+    tl.store(xsum16 + group * 2, left, mask=in_range)
+    tl.store(xsum16 + group * 2 + 1, right, mask=in_range)
+    tl.store(xsum32 + group, left + right, mask=in_range)
+
+
+@triton.jit
+def quantize_rows(x, stride, xq, xs, xsum16, xsum32, K: tl.constexpr, M: tl.constexpr):
+    """Rows of activations to int8: grid (rows, groups of 32 / M)."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * M + tl.arange(0, M)
+    in_range = group < K // 32
+    column = tl.arange(0, 32)
+    v = tl.load(x + row * stride + group[:, None] * 32 + column[None, :], mask=in_range[:, None], other=0.0)
+    q, scale = quantize_tile(v.to(tl.float32), in_range)
+    store_quantized(
+        q, scale, in_range, group, xq + row * K, xs + row * (K // 32), xsum16 + row * (K // 16),
+        xsum32 + row * (K // 32), K,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply_rows(
+    codes, high, scales, supers, xq, xs, xsum16, xsum32, out, out_stride, N, K: tl.constexpr, BITS: tl.constexpr,
+    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """out[b, n] = sum over k of W[n, k] x[b, k]: grid (N / BN). A program holds BN whole rows in registers.
+
+    Pointers to planes and to `xq` are int32. G: groups of 64 columns, K / 64 rounded up to a power of two.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    here = n < N
+    n = tl.minimum(n, N - 1).to(tl.int64)
+    g = tl.arange(0, G)
+    side = tl.arange(0, 2)
+    place = tl.arange(0, 4)
+    groups: tl.constexpr = K // 64
+    whole: tl.constexpr = groups == G
+    inside = g < groups
+    gc = tl.minimum(g, groups - 1)
+    word = side[:, None] * 4 + place[None, :]  # [2, 4]
+    m4 = inside[None, :, None, None] & (n >= 0)[:, None, None, None]
+    if BITS == 4:
+        at = n[:, None, None, None] * (K // 8) + gc[None, :, None, None] * 8 + word[None, None]
+        v = tl.load(codes + at) if whole else tl.load(codes + at, mask=m4, other=0)
+        low = v & 0x0F0F0F0F
+        top = (v >> 4) & 0x0F0F0F0F
+        if HIGH == 1:
+            h = tl.load(high + n[:, None, None] * (K // 32) + gc[None, :, None] * 2 + side[None, None, :])[:, :, :, None]
+            shift = (place * 2)[None, None, None, :]
+            low = low | (((h >> shift) & 0x01010101) << 4)
+            top = top | (((h >> (shift + 1)) & 0x01010101) << 4)
+        elif HIGH == 2:
+            h = tl.load(high + n[:, None, None] * (K // 16) + gc[None, :, None] * 4 + place[None, None, :])[:, :, None, :]
+            shift = (side * 4)[None, None, :, None]
+            low = low | (((h >> shift) & 0x03030303) << 4)
+            top = top | (((h >> (shift + 2)) & 0x03030303) << 4)
+    else:
+        at = n[:, None, None, None] * (K // 4) + gc[None, :, None, None] * 16 + word[None, None]
+        low = tl.load(codes + at) if whole else tl.load(codes + at, mask=m4, other=0)
+        top = tl.load(codes + at + 8) if whole else tl.load(codes + at + 8, mask=m4, other=0)
+
+    if KIND == 0:  # super with min
+        packed = tl.load(scales + n[:, None] * (K // 64) + gc[None, :])
+        pair = tl.load(supers + n[:, None] * (K // 256) + (gc // 4)[None, :])
+        d = _half_of_word(pair, False)
+        least = _half_of_word(pair, True)
+        low_scale = d * (packed & 255).to(tl.float32)
+        low_min = -least * ((packed >> 8) & 255).to(tl.float32)
+        top_scale = d * ((packed >> 16) & 255).to(tl.float32)
+        top_min = -least * ((packed >> 24) & 255).to(tl.float32)
+    elif KIND == 1:  # super, signed, a 16 columns
+        packed = tl.load(scales + n[:, None] * (K // 64) + gc[None, :])
+        d = tl.load(supers + n[:, None] * (K // 256) + (gc // 4)[None, :]).to(tl.float32)
+        low_scale = d[:, :, None] * (
+            (packed[:, :, None] << tl.where(side == 0, 24, 16)[None, None, :]) >> 24
+        ).to(tl.float32)  # [BN, G, 2]: scales of columns 0..15 and 16..31
+        top_scale = d[:, :, None] * (
+            (packed[:, :, None] << tl.where(side == 0, 8, 0)[None, None, :]) >> 24
+        ).to(tl.float32)
+    elif KIND == 2:  # plain
+        pair = tl.load(supers + n[:, None] * (K // 64) + gc[None, :])
+        low_scale = _half_of_word(pair, False)
+        top_scale = _half_of_word(pair, True)
+        low_min = -ZERO * low_scale
+        top_min = -ZERO * top_scale
+    else:  # plain with min
+        pair = tl.load(supers + n[:, None] * (K // 32) + gc[None, :] * 2)
+        low_scale = _half_of_word(pair, False)
+        low_min = _half_of_word(pair, True)
+        pair = tl.load(supers + n[:, None] * (K // 32) + gc[None, :] * 2 + 1)
+        top_scale = _half_of_word(pair, False)
+        top_min = _half_of_word(pair, True)
+
+    for b in tl.static_range(B):
+        x_at = gc[:, None, None] * 16 + word[None]
+        x_low = tl.broadcast_to(tl.load(xq + b * (K // 4) + x_at)[None], [BN, G, 2, 4])
+        x_top = tl.broadcast_to(tl.load(xq + b * (K // 4) + x_at + 8)[None], [BN, G, 2, 4])
+        low_dot = tl.sum(_dot4(low, x_low, BITS == 8, EMULATED), 3)
+        top_dot = tl.sum(_dot4(top, x_top, BITS == 8, EMULATED), 3)
+        s_low = tl.load(xs + b * (K // 32) + gc * 2, mask=inside, other=0.0)
+        s_top = tl.load(xs + b * (K // 32) + gc * 2 + 1, mask=inside, other=0.0)
+        if KIND == 1:
+            at16 = b * (K // 16) + gc[:, None] * 4 + side[None, :]
+            z_low = tl.load(xsum16 + at16, mask=inside[:, None], other=0.0)
+            z_top = tl.load(xsum16 + at16 + 2, mask=inside[:, None], other=0.0)
+            part = low_scale * (s_low[None, :, None] * low_dot.to(tl.float32) - ZERO * z_low[None])
+            part += top_scale * (s_top[None, :, None] * top_dot.to(tl.float32) - ZERO * z_top[None])
+            total = tl.sum(tl.sum(part, 2), 1)
+        else:
+            part = low_scale * s_low[None] * tl.sum(low_dot, 2).to(tl.float32)
+            part += top_scale * s_top[None] * tl.sum(top_dot, 2).to(tl.float32)
+            if ZERO != 0 or KIND != 2:
+                z_low = tl.load(xsum32 + b * (K // 32) + gc * 2, mask=inside, other=0.0)
+                z_top = tl.load(xsum32 + b * (K // 32) + gc * 2 + 1, mask=inside, other=0.0)
+                part += low_min * z_low[None] + top_min * z_top[None]
+            total = tl.sum(part, 1)
+        tl.store(out + b * out_stride + n, total, mask=here)
+
+
+@triton.jit
+def expand_rows(
+    codes, high, scales, supers, ids, out, out_stride, N, factor, K: tl.constexpr, BITS: tl.constexpr,
+    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """out[n] = row n of the matrix, or with GATHER row ids[n], times `factor`: grid (N / BN, K / 64 / G).
+
+    Byte pointers to planes (`scales` int8 for Q6_K), f16 to `supers`; `out` in its own type.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    g = tl.program_id(1) * G + tl.arange(0, G)
+    groups: tl.constexpr = K // 64
+    ok = (n < N)[:, None] & (g < groups)[None, :]
+    if GATHER:
+        row = tl.load(ids + n, mask=n < N, other=0).to(tl.int64)
+    else:
+        row = n.to(tl.int64)
+    at = row[:, None] * groups + g[None, :]  # [BN, G]: number of the group
+    j = tl.arange(0, 32)
+    m3 = ok[:, :, None]
+    if BITS == 4:
+        v = tl.load(codes + at[:, :, None] * 32 + j[None, None, :], mask=m3, other=0).to(tl.int32)
+        low = v & 15
+        top = v >> 4
+        if HIGH == 1:
+            byte = (j // 16) * 4 + j % 4
+            shift = ((j // 4) % 4) * 2
+            h = tl.load(high + at[:, :, None] * 8 + byte[None, None, :], mask=m3, other=0).to(tl.int32)
+            low = low | (((h >> shift[None, None, :]) & 1) << 4)
+            top = top | (((h >> (shift + 1)[None, None, :]) & 1) << 4)
+        elif HIGH == 2:
+            h = tl.load(high + at[:, :, None] * 16 + (j % 16)[None, None, :], mask=m3, other=0).to(tl.int32)
+            shift = (j // 16) * 4
+            low = low | (((h >> shift[None, None, :]) & 3) << 4)
+            top = top | (((h >> (shift + 2)[None, None, :]) & 3) << 4)
+    else:
+        low = tl.load(codes + at[:, :, None] * 64 + j[None, None, :], mask=m3, other=0).to(tl.int32)
+        top = tl.load(codes + at[:, :, None] * 64 + 32 + j[None, None, :], mask=m3, other=0).to(tl.int32)
+
+    if KIND == 0:
+        block = row[:, None] * (K // 256) + (g // 4)[None, :]
+        d = tl.load(supers + block * 2, mask=ok, other=0.0).to(tl.float32)
+        least = tl.load(supers + block * 2 + 1, mask=ok, other=0.0).to(tl.float32)
+        low_scale = (d * tl.load(scales + at * 4, mask=ok, other=0).to(tl.float32))[:, :, None]
+        low_min = (least * tl.load(scales + at * 4 + 1, mask=ok, other=0).to(tl.float32))[:, :, None]
+        top_scale = (d * tl.load(scales + at * 4 + 2, mask=ok, other=0).to(tl.float32))[:, :, None]
+        top_min = (least * tl.load(scales + at * 4 + 3, mask=ok, other=0).to(tl.float32))[:, :, None]
+        w_low = low_scale * low.to(tl.float32) - low_min
+        w_top = top_scale * top.to(tl.float32) - top_min
+    elif KIND == 1:
+        d = tl.load(supers + row[:, None] * (K // 256) + (g // 4)[None, :], mask=ok, other=0.0).to(tl.float32)
+        at16 = at[:, :, None] * 4 + (j // 16)[None, None, :]
+        low_scale = d[:, :, None] * tl.load(scales + at16, mask=m3, other=0).to(tl.float32)
+        top_scale = d[:, :, None] * tl.load(scales + at16 + 2, mask=m3, other=0).to(tl.float32)
+        w_low = low_scale * (low - ZERO).to(tl.float32)
+        w_top = top_scale * (top - ZERO).to(tl.float32)
+    elif KIND == 2:
+        w_low = tl.load(supers + at * 2, mask=ok, other=0.0).to(tl.float32)[:, :, None] * (low - ZERO).to(tl.float32)
+        w_top = tl.load(supers + at * 2 + 1, mask=ok, other=0.0).to(tl.float32)[:, :, None] * (top - ZERO).to(tl.float32)
+    else:
+        w_low = tl.load(supers + at * 4, mask=ok, other=0.0).to(tl.float32)[:, :, None] * low.to(tl.float32)
+        w_low += tl.load(supers + at * 4 + 1, mask=ok, other=0.0).to(tl.float32)[:, :, None]
+        w_top = tl.load(supers + at * 4 + 2, mask=ok, other=0.0).to(tl.float32)[:, :, None] * top.to(tl.float32)
+        w_top += tl.load(supers + at * 4 + 3, mask=ok, other=0.0).to(tl.float32)[:, :, None]
+    kind = out.dtype.element_ty
+    to = n.to(tl.int64)[:, None, None] * out_stride + g[None, :, None] * 64 + j[None, None, :]
+    tl.store(out + to, (w_low * factor).to(kind), mask=m3)
+    tl.store(out + to + 32, (w_top * factor).to(kind), mask=m3)
