@@ -57,6 +57,7 @@ class DriverSettings:
     parallel_requests: int = 1  # requests of full context whose KV fits at once
     max_open: int = 8
     lookahead_steps: int = 4
+    kept_sequences: int = 8  # of ended turns, at most; one a conversation, and only while nobody needs their slots
     tick_timeout_seconds: float = 300.0
     answer_timeout_seconds: float = 60.0  # without any progress of a load, or without an answer
 
@@ -88,7 +89,10 @@ class Driver:
         self._slots_of_rank = _slots_of_rank(placement, settings)
         pool = SlotPool(self._slots_of_rank, zero_bundles(placement))
         self._scheduler = Scheduler(
-            SchedulerSettings(group.ranks, settings.max_open, settings.lookahead_steps), pool
+            SchedulerSettings(
+                group.ranks, settings.max_open, settings.lookahead_steps, kept_sequences=settings.kept_sequences
+            ),
+            pool,
         )
         self._costs: Costs | None = None
         self._kv_format: KvFormat | None = settings.kv_format
@@ -139,7 +143,11 @@ class Driver:
         )
 
     def measure_costs(self) -> Costs:
-        """Time chunks and steps on all ranks, in each layout that may be chosen. Before the first request."""
+        """Time chunks and steps on all ranks, in each layout that may be chosen. With no request open.
+
+        It writes over any slots: what was kept is forgotten.
+        """
+        self._scheduler.forget()
         measured: dict[Layout, tuple[tuple[tuple[int, int], ...], list[tuple[float, ...]]]] = {}
         layouts = [Layout.LAYER] if self._group.ranks == 1 else list(Layout)
         for layout in layouts:
@@ -174,6 +182,7 @@ class Driver:
             context_tokens=self._settings.context_tokens,
             costs=self._costs,
             limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
+            kept=self._scheduler.kept_prefix(request.conversation, request.prompt),
         )
         self._next_request += 1
         self._times[request_id] = RequestTimes()
@@ -183,6 +192,10 @@ class Driver:
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
         self._scheduler.cancel(request)
+
+    def forget(self, conversation: str | None = None) -> None:
+        """Free what is kept of a conversation, or of all."""
+        self._scheduler.forget(conversation)
 
     def stop(self, request: RequestId, kept_tokens: int) -> None:
         """A stop string was found in the text: the answer ends with its first `kept_tokens` tokens."""

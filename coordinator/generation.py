@@ -24,6 +24,9 @@ class GenerationRequest:
     `max_tokens` None: up to the context's end; 0: the prompt is read and no token is sampled. `forced` tokens are fed
     to the decode steps after the prompt instead of sampled ones (teacher forcing), and nothing is sampled. `targets`
     (one a prompt token, -1: none) are scored. With `logits` every position's logits are reported.
+
+    `conversation` names whose turn this is: keys and values are kept when the request ends, as long as nobody needs
+    their slots, and the next request of the same name reads only what its prompt does not share with them.
     """
 
     prompt: tuple[int, ...]
@@ -38,11 +41,25 @@ class GenerationRequest:
     targets: tuple[int, ...] = ()
     verify_shift: bool = False  # hash keys and values before and after the shift
     one_step_at_a_time: bool = False  # each step waits for the token before it (grammars)
+    conversation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """The start of a prompt whose keys and values an earlier request left: `tokens` of them, in `layout`."""
+
+    source: RequestId
+    tokens: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request with all that was decided for it at submission."""
+    """A request with all that was decided for it at submission.
+
+    With `kept` only the rest of the prompt is read; `cold` is the plan for the case that the kept sequence is gone by
+    the time the request is opened.
+    """
 
     request_id: RequestId
     request: GenerationRequest
@@ -52,6 +69,18 @@ class RequestPlan:
     max_tokens: int  # tokens to sample at most; never past the context
     layout_reason: str = ""
     chunk_reason: str = ""
+    kept: KeptPrefix | None = None
+    cold: "RequestPlan | None" = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that need not be read."""
+        return self.kept.tokens if self.kept is not None else 0
+
+    @property
+    def first_layout(self) -> Layout:
+        """The layout the request is opened in."""
+        return self.kept.layout if self.kept is not None else self.prefill
 
     @property
     def decode_steps(self) -> int:
@@ -103,6 +132,7 @@ class PrefillResult:
     reason: str
     chunk_reason: str
     stages: tuple[StageTimes, ...]
+    cached_tokens: int = 0  # taken over from an earlier request; the chunks begin behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +168,7 @@ class GenerationResult:
     decode: DecodeResult
     warning: str | None = None
     error: str | None = None
+    moved_back: ShiftResult | None = None  # kept keys and values, before the rest of the prompt was read
 
 
 @dataclass(frozen=True, slots=True)

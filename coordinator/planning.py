@@ -1,12 +1,14 @@
 """Checks a request and decides its layouts and chunks, once, at submission. Pure."""
 
+from dataclasses import replace
+
 from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout, RequestId
 from ..proto.sampling import validate
 from .chunk_plan import Limits, plan_chunks
 from .cost_model import Costs
-from .generation import GenerationRequest, RequestPlan
-from .policy import choose
+from .generation import GenerationRequest, KeptPrefix, RequestPlan
+from .policy import Choice, choose, worth_keeping
 
 REPORTED_LOGIT_BYTES = 64 << 20  # of one chunk: they travel in one message
 
@@ -20,9 +22,34 @@ def plan_request(
     context_tokens: int,
     costs: Costs | None,
     limits: Limits,
+    kept: KeptPrefix | None = None,
 ) -> RequestPlan:
-    """The plan of a request that can be run; an `InputError` names what cannot."""
+    """The plan of a request that can be run; an `InputError` names what cannot.
+
+    A kept prefix is gone on from where that is predicted to be faster than to read the whole prompt.
+    """
     _check(request, vocab, context_tokens)
+    if request.logits or request.targets or request.forced:
+        kept = None  # these ask for every position
+    cold, choice = _plan(request_id, request, ranks, context_tokens, vocab, costs, limits, None)
+    if kept is None:
+        return cold
+    warm, warm_choice = _plan(request_id, request, ranks, context_tokens, vocab, costs, limits, kept)
+    if not worth_keeping(choice, warm_choice, kept, len(request.prompt)):
+        return cold
+    return replace(warm, cold=cold)
+
+
+def _plan(
+    request_id: RequestId,
+    request: GenerationRequest,
+    ranks: int,
+    context_tokens: int,
+    vocab: int,
+    costs: Costs | None,
+    limits: Limits,
+    kept: KeptPrefix | None,
+) -> tuple[RequestPlan, Choice]:
     prompt_tokens = len(request.prompt)
     room = context_tokens - prompt_tokens + 1  # the last token sampled is never fed: it needs no cell
     max_tokens = 0 if request.forced else min(room if request.max_tokens is None else request.max_tokens, room)
@@ -38,11 +65,15 @@ def plan_request(
         ranks=ranks,
         rule=request.chunk_rule,
         limits=limits,
+        kept=kept,
     )
+    cached = kept.tokens if kept is not None else 0
     # Under tensor parallelism all ranks read a chunk together: there is no pipeline to fill.
     stages = ranks if choice.prefill is Layout.LAYER else 1
-    chunk_plan = plan_chunks(prompt_tokens, 0, stages, request.chunk_rule, costs.stages if costs else None, limits)
-    return RequestPlan(
+    chunk_plan = plan_chunks(
+        prompt_tokens - cached, cached, stages, request.chunk_rule, costs.stages if costs else None, limits
+    )
+    plan = RequestPlan(
         request_id=request_id,
         request=request,
         prefill=choice.prefill,
@@ -51,7 +82,9 @@ def plan_request(
         max_tokens=max_tokens,
         layout_reason=choice.reason,
         chunk_reason=chunk_plan.reason,
+        kept=kept,
     )
+    return plan, choice
 
 
 def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:

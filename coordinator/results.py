@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..proto.ids import Rank
+from ..proto.ids import Layout, Rank
 from .generation import (
     DecodeResult,
     FinishReason,
@@ -25,7 +25,9 @@ class RequestTimes:
 
 def build_result(session: Session, times: RequestTimes) -> GenerationResult:
     """The whole story of a request that has ended."""
-    shift = _shift(session)
+    plan = session.plan
+    shift = _shift(session, plan.prefill, session.layout) if plan.prefill is not session.layout else None
+    moved_back = _shift(session, plan.first_layout, plan.prefill) if plan.first_layout is not plan.prefill else None
     return GenerationResult(
         prompt_tokens=session.prompt_tokens,
         tokens=tuple(session.tokens),
@@ -35,6 +37,7 @@ def build_result(session: Session, times: RequestTimes) -> GenerationResult:
         decode=_decode(session, times, shift.exposed_seconds if shift else 0.0),
         warning=session.warning,
         error=session.error,
+        moved_back=moved_back,
     )
 
 
@@ -53,16 +56,17 @@ def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
         reason=session.plan.layout_reason,
         chunk_reason=session.plan.chunk_reason,
         stages=stages,
+        cached_tokens=session.plan.cached_tokens,
     )
 
 
-def _shift(session: Session) -> ShiftResult | None:
-    reports = session.shift_reports
+def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
+    reports = [report for report in session.shift_reports if report.to is to]
     if not reports:
         return None
     return ShiftResult(
-        source=session.plan.prefill,
-        to=session.layout,
+        source=source,
+        to=to,
         seconds=max(report.seconds for report in reports),
         exposed_seconds=max(report.exposed_seconds for report in reports),
         kv_bytes=sum(report.kv_bytes for report in reports),

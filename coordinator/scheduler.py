@@ -7,16 +7,18 @@ state that nobody sends; only then are its slots freed.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
-from ..proto.errors import ProtocolError
+from ..proto.errors import DoesNotFitError, ProtocolError
 from ..proto.ids import Layout, Rank, RequestId
-from ..proto.kv import BLOCK_TOKENS
+from ..proto.kv import BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
-from .generation import FinishReason, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .admission import Admission
+from .generation import FinishReason, KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .kept import KeptSequence, KeptSequences
 from .session import HashQuery, Phase, Session
 from .slots import SlotPool
 
@@ -29,6 +31,7 @@ class SchedulerSettings:
     max_open: int = 8  # requests open at a time; more wait, first in first out
     lookahead_steps: int = 4
     decode_credits: int = 2
+    kept_sequences: int = 8  # of ended requests, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, slots: SlotPool) -> None:
         self._settings = settings
         self._slots = slots
+        self._kept = KeptSequences(slots, settings.kept_sequences)
+        self._admission = Admission(slots, self._kept)
         self._waiting: deque[Session] = deque()
         self._open: dict[RequestId, Session] = {}  # in order of opening, until their frees are in the log
         self._closing: dict[RequestId, Session] = {}  # frees are in the log, not yet reported by all
@@ -83,6 +88,18 @@ class Scheduler:
 
     def submit(self, plan: RequestPlan) -> None:
         self._waiting.append(Session(plan, self._settings.ranks))
+
+    def kept_prefix(self, conversation: str | None, prompt: Sequence[int]) -> KeptPrefix | None:
+        """What a prompt shares with the kept sequence of its conversation."""
+        return self._kept.prefix(conversation, prompt)
+
+    def forget(self, conversation: str | None = None) -> None:
+        """Free the sequence kept for a conversation, or all of them."""
+        if conversation is not None:
+            self._kept.drop(conversation)
+        else:
+            while self._kept.drop_oldest():
+                pass
 
     def cancel(self, request: RequestId) -> None:
         """End a request wherever it is. Unknown and finished ones are left alone."""
@@ -213,28 +230,19 @@ class Scheduler:
 
     def _try_open(self, session: Session) -> list[AnyCommand] | None:
         """Commands that open a request, none if it can never be opened, None if it has to wait for slots."""
-        plan = session.plan
-        blocks = -(-plan.cells // BLOCK_TOKENS)
-        shifts = plan.decode is not plan.prefill and plan.decode_steps > 0
-        if shifts and not self._slots.fits(blocks, (plan.prefill, plan.decode)) and not self._open:
-            shifts = False
-            session.warning = (
-                f"no room for a shift to the {plan.decode} layout: the request stays in the {plan.prefill} layout"
-            )
-        if not self._slots.fits(blocks, (plan.prefill, plan.decode if shifts else plan.prefill)):
-            if self._open:
-                return None
-            session.error = f"{plan.cells} tokens need more KV slots than the workers have"
+        try:
+            grant = self._admission.admit(session, alone=not self._open)
+        except DoesNotFitError as error:
+            session.error = str(error)
             session.end(FinishReason.ERROR)
             self._events.append(Ended(session))
             return []
-        table = self._slots.grant(blocks, plan.prefill)
-        if table is None:
-            raise AssertionError("slots that fit could not be granted")
-        target = self._slots.grant_shift(table, plan.decode) if shifts else None
-        self._open[plan.request_id] = session
-        self._events.append(Started(plan.request_id))
-        return session.open(table, target)
+        if grant is None:
+            return None
+        request = session.plan.request_id
+        self._open[request] = session
+        self._events.append(Started(request))
+        return session.open(grant.table, grant.target)
 
     def _drop_ended_from_queue(self) -> None:
         ended = [session for session in self._waiting if session.phase is Phase.ENDED]
@@ -308,20 +316,31 @@ class Scheduler:
         if session.target is not None:
             self._abandon(session)
         if session.table is not None:
-            self._slots.release(session.table, session.layout)
+            self._keep_or_release(session, session.table)
         self._closing[session.plan.request_id] = self._open.pop(session.plan.request_id)
 
     def _abandon(self, session: Session) -> None:
         if session.target is not None:
-            self._slots.release_moving(session.target, session.plan.decode)
+            self._slots.release_moving(session.target, session.target_layout)
             self._commands += session.abandon()
+
+    def _keep_or_release(self, session: Session, table: BundleTable) -> None:
+        """A turn of a conversation leaves what its next turn goes on from."""
+        plan, tokens = session.plan, session.written_tokens
+        if plan.request.conversation is not None and tokens:
+            sequence = KeptSequence(plan.request_id, tokens, session.layout, table)
+            self._kept.keep(plan.request.conversation, sequence)
+        else:
+            self._slots.release(table, session.layout)
 
     def _commit_shifts(self) -> list[AnyCommand]:
         commands: list[AnyCommand] = []
         for session in self._open.values():
             if session.can_commit and session.table is not None:
-                self._slots.release_moving(session.table, session.layout)
+                left, layout = session.table, session.layout
                 commands += session.commit()
+                if session.target is not left:
+                    self._slots.release_moving(left, layout)
         return commands
 
 

@@ -1,10 +1,11 @@
-"""One request as a state machine: queued, prefill, shift, decode, ended. Events in, instructions out; no I/O, no clock.
+"""One request as a state machine: queued, (return,) prefill, shift, decode, ended. Events in, instructions out; no I/O.
 
 A session knows what it has put into the log, not when workers run it: the log is run in order, so what earlier ticks
 hold may be relied on. What workers answer decides only when the request ends and whether its shift may begin.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from enum import StrEnum
 
 from ..proto.commands import (
@@ -27,6 +28,7 @@ from .generation import FinishReason, RequestPlan, TokenEvent
 
 class Phase(StrEnum):
     QUEUED = "queued"
+    RETURN = "return"  # a kept start of the prompt moves to the layout that the rest is read in
     PREFILL = "prefill"  # from `OpenRequest` until the last chunk has left the last stage
     SHIFT = "shift"  # the prompt is read; moves or acknowledgements are missing
     DECODE = "decode"
@@ -68,6 +70,7 @@ class Session:
         self.layout = plan.prefill
         self.table: BundleTable | None = None
         self.target: BundleTable | None = None  # while a shift is prepared and not yet committed
+        self.target_layout = plan.decode  # of that shift
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
         self.warning: str | None = None
@@ -97,15 +100,32 @@ class Session:
 
     # Opening
 
+    def read_all(self) -> None:
+        """The kept sequence is gone, or in the way: the whole prompt is read. Before `open`."""
+        if self.plan.cold is None:
+            raise AssertionError("a plan with a kept prefix has a cold one beside it")
+        self.plan = self.plan.cold
+        self.layout, self.target_layout = self.plan.prefill, self.plan.decode
+
     def open(self, table: BundleTable, target: BundleTable | None) -> list[AnyCommand]:
-        """Slots are granted. With a target the shift is prepared at once: full blocks stream behind the chunks."""
-        self.phase, self.table, self.target = Phase.PREFILL, table, target
+        """Slots are granted, those of a kept prefix among them.
+
+        With a target the shift is prepared at once: full blocks stream behind the chunks. Where a kept prefix lies in
+        another layout than the rest is read in, the first shift is its way back, and the target must be given.
+        """
         plan = self.plan
+        returns = plan.first_layout is not plan.prefill
+        self.phase = Phase.RETURN if returns else Phase.PREFILL
+        self.layout, self.table, self.target = plan.first_layout, table, target
+        self.target_layout = plan.prefill if returns else plan.decode
+        self._read_tokens = plan.cached_tokens
+        self._written = [plan.cached_tokens] * self._ranks
+        prompt, sampling = plan.request.prompt, plan.request.sampling
         commands: list[AnyCommand] = [
-            OpenRequest(plan.request_id, plan.request.prompt, plan.prefill, table, plan.request.sampling)
+            OpenRequest(plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens)
         ]
         if target is not None:
-            commands.append(PrepareShift(plan.request_id, plan.decode, target))
+            commands.append(PrepareShift(plan.request_id, self.target_layout, target))
         return commands
 
     # Prefill
@@ -152,7 +172,7 @@ class Session:
             self._accepted.add(report.rank)
             return False
         self.warning = (
-            f"rank {report.rank} declined the shift to the {self.plan.decode} layout ({report.reason}): "
+            f"rank {report.rank} declined the shift to the {self.target_layout} layout ({report.reason}): "
             f"the request stays in the {self.layout} layout"
         )
         return True
@@ -163,27 +183,32 @@ class Session:
             return []
         moves = []
         for stage, written in enumerate(self._written):
-            whole = written == self.prompt_tokens
+            whole = written == self.prompt_tokens or self.phase is Phase.RETURN
             end = self._blocks(written) if whole else written // BLOCK_TOKENS
             first, self._moved_blocks[stage] = self._moved_blocks[stage], end
             if end > first:
-                moves.append(Move(self.plan.request_id, self.plan.decode, stage, first, end))
+                moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
         return moves
 
     @property
     def unanswered(self) -> frozenset[Rank]:
         """Ranks that a shift waits for before the request can go on."""
-        if self.phase is not Phase.SHIFT:
+        if self.phase not in (Phase.RETURN, Phase.SHIFT):
             return frozenset()
         return frozenset(Rank(rank) for rank in range(self._ranks)) - self._accepted
 
     @property
     def can_commit(self) -> bool:
         """All blocks are in moves of ticks already built."""
+        if self.phase is Phase.RETURN:
+            return self.target is not None and min(self._moved_blocks) == self._blocks(self.plan.cached_tokens)
         return self.phase is Phase.SHIFT and min(self._moved_blocks) == self._blocks(self.prompt_tokens)
 
     def commit(self) -> list[AnyCommand]:
-        """From here on the request runs in its decode layout. The caller releases the source's slots."""
+        """From here on the request runs in the target's layout. The caller releases the source's slots, but for those
+        that are the next target."""
+        if self.phase is Phase.RETURN:
+            return self._commit_return()
         request_id = self.plan.request_id
         self.layout, self.table, self.target = self.plan.decode, self.target, None
         self.phase = Phase.DECODE
@@ -195,11 +220,27 @@ class Session:
         question = HashKv(request_id, self.prompt_tokens)
         return [question, commit, question]
 
+    def _commit_return(self) -> list[AnyCommand]:
+        """The kept prefix has come to where the rest is read. Its full blocks also stay where they were."""
+        plan, kept_table = self.plan, self.table
+        source, self.layout, self.table, self.target = self.layout, plan.prefill, self.target, None
+        self.phase = Phase.PREFILL
+        commands: list[AnyCommand] = [CommitShift(plan.request_id, self.layout)]
+        if plan.decode is source and plan.decode_steps > 0 and kept_table is not None:
+            self.target, self.target_layout = kept_table, source
+            self._accepted = set()
+            self._moved_blocks = [plan.cached_tokens // BLOCK_TOKENS] * self._ranks
+            commands.append(PrepareShift(plan.request_id, source, kept_table))
+        return commands
+
     def abandon(self) -> list[AnyCommand]:
         """Forget a shift that was not committed. The caller releases the target's slots."""
         self.target = None
         if self.phase is Phase.SHIFT:
             self.phase = Phase.DECODE
+        elif self.phase is Phase.RETURN:  # the rest is read where the kept prefix lies
+            self.plan = replace(self.plan, prefill=self.layout)
+            self.phase = Phase.PREFILL
         return [AbandonShift(self.plan.request_id)]
 
     def _blocks(self, tokens: int) -> int:
@@ -260,6 +301,20 @@ class Session:
         """Its fate is known; the first reason counts."""
         if self.phase is not Phase.ENDED:
             self.phase, self.finish_reason = Phase.ENDED, reason
+
+    @property
+    def written_tokens(self) -> tuple[int, ...]:
+        """Once ended: tokens whose keys and values lie in `table`, written in ticks already built.
+
+        Cells of steps whose tokens did not come to count are not among them.
+        """
+        written, prompt = min(self._written), self.plan.request.prompt
+        if self.finish_reason is FinishReason.ERROR or self.plan.request.forced:
+            return ()
+        if written < len(prompt):
+            return prompt[:written]
+        fed = min(len(self.tokens), self._steps_handed_out)
+        return prompt + tuple(token.token for token in self.tokens[:fed])
 
     def kv_hashed(self, report: KvHashed) -> None:
         """The ranks answer hash queries in the order they were asked."""

@@ -108,6 +108,40 @@ class SlotPool:
             lambda bundle: () if bundle in self._empty else self._arenas[holder(bundle, layout)].take(blocks)
         )
 
+    def fits_around(
+        self, table: BundleTable, blocks: int, journey: tuple[Layout, Layout]
+    ) -> bool:
+        """Whether a table in the journey's first layout could become one of `blocks` blocks and be shifted."""
+        layout, to = journey
+        free = list(self.free_counts)
+        for bundle, slots in self._held(table):
+            free[holder(bundle, layout)] += len(slots) - blocks
+            if to is not layout and bundle[0] != bundle[1]:
+                free[holder(bundle, to)] -= blocks
+        return min(free) >= 0
+
+    def grow(self, table: BundleTable, layout: Layout, blocks: int) -> BundleTable | None:
+        """The table with slots for `blocks` blocks in its layout, its own first; None when some rank has too few."""
+        wanted = [0] * self._ranks
+        for bundle, slots in self._held(table):
+            wanted[holder(bundle, layout)] += blocks - len(slots)
+        if any(count > free for count, free in zip(wanted, self.free_counts, strict=True)):
+            return None
+
+        def grown(bundle: Bundle) -> tuple[int, ...]:
+            slots = table.slots[bundle[0]][bundle[1]]
+            if bundle in self._empty:
+                return slots
+            return slots + self._arenas[holder(bundle, layout)].take(blocks - len(slots))
+
+        return self._table(grown)
+
+    def trim(self, table: BundleTable, layout: Layout, blocks: int) -> BundleTable:
+        """The table's first `blocks` blocks; the slots of all others become free."""
+        for bundle, slots in self._held(table):
+            self._arenas[holder(bundle, layout)].give_back(slots[blocks:])
+        return self._table(lambda bundle: table.slots[bundle[0]][bundle[1]][:blocks])
+
     def grant_shift(self, table: BundleTable, to: Layout) -> BundleTable | None:
         """Where the bundles of `table` go in the layout `to`: (s, s) stays, all others get new slots."""
         wanted = [0] * self._ranks
@@ -132,6 +166,11 @@ class SlotPool:
         """One side of a shift: the source's after it was committed, the target's after it was abandoned."""
         for bundle, slots in self._moving(table):
             self._arenas[holder(bundle, layout)].give_back(slots)
+
+    def _held(self, table: BundleTable) -> Iterator[tuple[Bundle, tuple[int, ...]]]:
+        for stage, part in product(range(self._ranks), range(self._ranks)):
+            if (stage, part) not in self._empty:
+                yield (stage, part), table.slots[stage][part]
 
     def _moving(self, table: BundleTable) -> Iterator[tuple[Bundle, tuple[int, ...]]]:
         for stage, part in product(range(self._ranks), range(self._ranks)):

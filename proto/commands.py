@@ -53,13 +53,18 @@ class MeasureCosts(Command, frozen=True):
 
 
 class OpenRequest(Command, frozen=True):
-    """A request begins. `prompt` holds all its ids (for penalties); KV slots are all granted now."""
+    """A request begins. `prompt` holds all its ids (for penalties); KV slots are all granted now.
+
+    Slots of the first `cached_tokens` positions hold their keys and values already, left there by an earlier request:
+    the first chunk starts behind them.
+    """
 
     request: RequestId
     prompt: tuple[int, ...]
-    layout: Layout  # of the prefill
+    layout: Layout  # it starts in
     table: BundleTable  # slots in that layout
     sampling: SamplingParameters
+    cached_tokens: int = 0
 
 
 class Chunk(Struct, frozen=True):

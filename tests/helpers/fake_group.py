@@ -63,6 +63,7 @@ class FakeRequest:
     accepted: bool = True
     last_token: int = -1
     fed: list[int] = field(default_factory=list)  # by position, prompt and decode steps
+    returned: bool = False  # a kept prefix has come back to the prompt's layout
 
 
 class FakeGroup:
@@ -89,6 +90,8 @@ class FakeGroup:
         self.ended: set[RequestId] = set()
         self.owner: list[dict[int, tuple[RequestId, Bundle, int]]] = [{} for _ in range(ranks)]
         self._cells: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]  # (slot, row) -> token
+        # What freed slots still hold, until they are granted again: cells that an `OpenRequest` may count as cached.
+        self._left: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]
         self._slots = slots
         self._random = random or Random(0)
         self._empty = empty
@@ -161,7 +164,9 @@ class FakeGroup:
     def _bundles(self) -> list[Bundle]:
         return [bundle for bundle in product(range(self.ranks), repeat=2) if bundle not in self._empty]  # type: ignore[misc]
 
-    def _acquire(self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool) -> None:
+    def _acquire(
+        self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool, cached: int = 0
+    ) -> None:
         for bundle in product(range(self.ranks), repeat=2):
             slots = table.slots[bundle[0]][bundle[1]]
             if bundle in self._empty:
@@ -172,6 +177,10 @@ class FakeGroup:
                     assert 0 <= slot < self._slots[rank], "a slot outside the arena"
                     assert slot not in self.owner[rank], "a slot granted twice"
                     self.owner[rank][slot] = request, bundle, block  # type: ignore[assignment]
+                    for row in range(BLOCK_TOKENS):
+                        token = self._left[rank].pop((slot, row), None)
+                        if token is not None and block * BLOCK_TOKENS + row < cached:
+                            self._cells[rank][slot, row] = token
 
     def _release(self, table: BundleTable, layout: Layout, moving_only: bool) -> None:
         for bundle in self._bundles():
@@ -180,7 +189,8 @@ class FakeGroup:
                 for slot in table.slots[bundle[0]][bundle[1]]:
                     del self.owner[rank][slot]
                     for row in range(BLOCK_TOKENS):
-                        self._cells[rank].pop((slot, row), None)
+                        if (token := self._cells[rank].pop((slot, row), None)) is not None:
+                            self._left[rank][slot, row] = token
 
     def _write(self, request: FakeRequest, bundle: Bundle, position: int, token: int) -> None:
         slot = request.table.slots[bundle[0]][bundle[1]][position // BLOCK_TOKENS]
@@ -204,14 +214,19 @@ class FakeGroup:
     def _open(self, command: OpenRequest) -> None:
         assert command.request not in self.requests
         assert command.request not in self.ended
-        self._acquire(command.request, command.table, command.layout, moving_only=False)
-        request = FakeRequest(command, command.layout, command.table, written=[0] * self.ranks)
+        assert 0 <= command.cached_tokens < len(command.prompt), "the last token of a prompt must be run"
+        cached = command.cached_tokens
+        self._acquire(command.request, command.table, command.layout, moving_only=False, cached=cached)
+        request = FakeRequest(command, command.layout, command.table, written=[cached] * self.ranks)
+        request.fed = list(command.prompt[:cached])
         self.requests[command.request] = request
+        self._check_cells(request)
 
     def _prepare(self, command: PrepareShift) -> None:
         request = self.requests[command.request]
         assert request.target is None and command.to is not request.layout  # noqa: PT018
-        self._acquire(command.request, command.table, command.to, moving_only=True)
+        stayed = request.command.cached_tokens // BLOCK_TOKENS * BLOCK_TOKENS if request.returned else 0
+        self._acquire(command.request, command.table, command.to, moving_only=True, cached=stayed)
         for rank in range(self.ranks):
             assert command.table.slots[rank][rank] == request.table.slots[rank][rank], "(s, s) never moves"
         request.target, request.to = command.table, command.to
@@ -231,8 +246,12 @@ class FakeGroup:
         assert request.target is not None
         assert command.to is request.to
         assert request.accepted, "committed though a rank declined"
-        blocks = -(-len(request.command.prompt) // BLOCK_TOKENS)
-        assert request.moved == Counter(product(range(self.ranks), range(blocks))), "each block moves exactly once"
+        cached, prompt = request.command.cached_tokens, len(request.command.prompt)
+        returns = request.written == [cached] * self.ranks and cached > 0
+        first = cached // BLOCK_TOKENS if request.returned else 0
+        blocks = range(first, -(-(cached if returns else prompt) // BLOCK_TOKENS))
+        assert request.moved == Counter(product(range(self.ranks), blocks)), "each block moves exactly once"
+        request.returned, request.moved = returns, Counter()
         self._release(request.table, request.layout, moving_only=True)
         request.table, request.layout, request.target = request.target, command.to, None
         self._check_cells(request)
@@ -247,7 +266,9 @@ class FakeGroup:
         assert request.accepted, "moved though a rank declined"
         prompt = len(request.command.prompt)
         assert 0 <= move.first_block < move.end_block
-        assert min(prompt, move.end_block * BLOCK_TOKENS) <= request.written[move.stage], "moved before it was written"
+        written = request.written[move.stage]
+        whole = written == prompt or (written == request.command.cached_tokens and not request.returned)
+        assert written // BLOCK_TOKENS >= move.end_block or whole, "moved before it was written"
         arrivals = []
         for block in range(move.first_block, move.end_block):
             request.moved[move.stage, block] += 1
