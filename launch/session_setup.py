@@ -1,6 +1,6 @@
 """From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -95,7 +95,7 @@ def open_session(
     ) as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
-        note(f"{settings.workers} worker{'s' if settings.workers > 1 else ''} on {', '.join(devices)}")
+        note(_told_devices([hello.device for hello in cluster.hellos]))
         driver = Driver(
             cluster,
             spec,
@@ -116,6 +116,13 @@ def open_session(
         if costs_are_needed(settings.workers, layouts):
             driver.measure_costs()
         yield Session(driver, placement, start_seconds, loaded)
+
+
+def _told_devices(devices: Sequence[str]) -> str:
+    """Which device each rank has; said once where all have the same."""
+    if len(set(devices)) == 1:
+        return f"{len(devices)} worker{'s' if len(devices) > 1 else ''} on {devices[0]}"
+    return ", ".join(f"rank {rank} on {device}" for rank, device in enumerate(devices))
 
 
 def _check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:

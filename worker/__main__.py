@@ -21,6 +21,7 @@ from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerLost
 from ..proto.ids import Rank
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
+from .devices import find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
 from .lifeline import Lifeline
 
@@ -161,15 +162,11 @@ def _set_threads(threads: int | None) -> None:
 
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:
+    number_devices_by_bus()
     import torch  # late: see the module's docstring
 
-    usable = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if usable >= place.local_world_size:
-        name = f"cuda:{place.local_rank}"
-        return Device(name, torch.cuda.get_device_name(place.local_rank), str(torch.__version__))
-    if wanted == "cuda":
-        raise InputError(f"{place.local_world_size} workers need as many CUDA devices; torch sees {usable}")
-    return Device("cpu", "cpu", str(torch.__version__))
+    found = find_device(wanted, place.local_rank, place.local_world_size)
+    return Device(found.name, found.description, str(torch.__version__))
 
 
 def _run_loop(

@@ -1,0 +1,37 @@
+"""What torch finds on a machine: the one JSON document that `python -m gearshift.worker.probe` prints."""
+
+from msgspec import Struct
+
+
+class ProbedDevice(Struct, frozen=True):
+    """A CUDA device under torch's number."""
+
+    index: int
+    name: str
+    uuid: str
+    pci: str
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int
+
+
+class PeerTest(Struct, frozen=True):
+    """A copy between two devices. `claimed`: it goes directly, the driver says; `equal`: the data arrived as sent."""
+
+    source: int
+    target: int
+    claimed: bool
+    equal: bool
+
+
+class ProbeReport(Struct, frozen=True):
+    """`torch_cuda` None: a torch without CUDA. `cuda_error`: why torch has CUDA but no device."""
+
+    python: str
+    torch: str
+    torch_cuda: str | None
+    cuda_error: str | None
+    nccl: str | None
+    cpu_capability: str
+    devices: tuple[ProbedDevice, ...] = ()
+    peers: tuple[PeerTest, ...] = ()

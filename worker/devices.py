@@ -1,0 +1,68 @@
+"""The device of a worker: the i-th visible card for local rank i, or the CPU."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..proto.device_table import read_cards
+from ..proto.errors import InputError
+from ..proto.visible_devices import VARIABLE, DeviceRow, device_of_rank, visible_devices
+
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDevice:
+    """`name` as torch takes it; `description` says which card that is."""
+
+    name: str
+    description: str
+
+
+def number_devices_by_bus() -> None:
+    """CUDA's numbers become those of `nvidia-smi`, unless the user asked for others. Before torch is imported."""
+    os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
+
+
+def find_device(wanted: str, local_rank: int, local_ranks: int) -> ChosenDevice:
+    """`wanted`: "cpu", "cuda" or "auto". `InputError` where the visible cards are not what the ranks need."""
+    if wanted == "cpu":
+        return ChosenDevice("cpu", "cpu")
+    table = tuple(card.device for card in read_cards())
+    return choose_device(wanted, local_rank, local_ranks, os.environ, table, _torchs_devices)
+
+
+def choose_device(
+    wanted: str,
+    local_rank: int,
+    local_ranks: int,
+    environment: Mapping[str, str],
+    table: Sequence[DeviceRow],
+    torchs_devices: Callable[[], Sequence[DeviceRow]],
+) -> ChosenDevice:
+    """Pure but for `torchs_devices`, which tells what torch can use, in its own numbers.
+
+    `table`: all cards of the machine; empty where they cannot be listed, then torch's own list is taken as it is.
+    "auto" takes the CPU where no card is visible, or fewer than ranks and the user has not chosen any.
+    """
+    visible = visible_devices(environment, table) if table else ()
+    usable = torchs_devices()
+    if wanted == "cuda" and not usable:
+        raise InputError(f"{local_ranks} workers need as many CUDA devices; torch sees 0")
+    if not usable or (len(usable) < local_ranks and wanted == "auto" and VARIABLE not in environment):
+        return ChosenDevice("cpu", "cpu")
+    row = device_of_rank(environment, visible or usable, local_rank, local_ranks)
+    if local_rank >= len(usable):
+        raise InputError(f"device {row.index} ({row.name}) is listed, but torch sees only {len(usable)} CUDA devices")
+    return ChosenDevice(f"cuda:{local_rank}", f"{row.name} (device {row.index}, {row.uuid})")
+
+
+def _torchs_devices() -> tuple[DeviceRow, ...]:
+    import torch  # late: it takes seconds, and reads the environment once
+
+    if not torch.cuda.is_available():
+        return ()
+    facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        DeviceRow(index, one.name, f"GPU-{one.uuid}", f"{one.pci_bus_id:02x}") for index, one in enumerate(facts)
+    )
