@@ -36,7 +36,7 @@ class Metadata:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_NUMBER:
-            raise self.fail(key, "a whole number that is not negative")
+            raise self.fail(key, f"a whole number from 0 to {_MAX_NUMBER}")
         return value
 
     def positive(self, key: str, default: int | None = None) -> int:
@@ -81,7 +81,7 @@ class Metadata:
             raise self.fail(key, f"one whole number, or an array of {layers}, one for each layer")
         numbers = tuple(int(one) for one in value[:layers])
         if not all(0 <= one <= _MAX_NUMBER for one in numbers):
-            raise self.fail(key, "whole numbers that are not negative")
+            raise self.fail(key, f"whole numbers from 0 to {_MAX_NUMBER}")
         return numbers
 
     def layer_flags(self, key: str, layers: int, blocks: int) -> tuple[bool, ...] | None:

@@ -78,7 +78,9 @@ class KvStore:
         )
 
     def _rows(self, kv_type: KvType, first_byte: int, heads: int, head_bytes: int, bytes_a_row: int) -> Tensor:
-        typed = self.arena.view(_DTYPES[kv_type])
+        dtype = _DTYPES[kv_type]
+        # A rank without heads has slots of no bytes, which torch cannot view as another type.
+        typed = self.arena.view(dtype) if self.arena.shape[1] else self.arena.new_empty(self.arena.shape, dtype=dtype)
         size = typed.element_size()
         slots, slot_elements = typed.shape
         shape = (slots, heads, BLOCK_TOKENS, bytes_a_row // size)
