@@ -6,10 +6,22 @@ would need padding, the dense matrix and `torch.nn.functional.linear` serve.
 """
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+
+
+class AnyMatrix(Protocol):
+    """What the model multiplies by: dense here, quantised on a GPU."""
+
+    @property
+    def byte_count(self) -> int:
+        """What it takes in memory."""
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """x @ matrix^T, [T, rows]."""
 
 
 class Matrix:

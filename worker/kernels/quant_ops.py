@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from .quant_planes import Planes, ScaleKind
-from .quant_triton import expand_rows, multiply_rows, quantize_rows
+from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_BATCH = 16  # rows of activations that `multiply` takes
@@ -87,6 +87,12 @@ def expand(planes: Planes, out: Tensor) -> None:
 def gather(planes: Planes, ids: Tensor, out: Tensor, factor: float) -> None:
     """Rows `ids` of the matrix times `factor`; the planes may lie in pinned host memory."""
     _expand(planes, out, ids.numel(), ids, factor)
+
+
+def gather_dense(table: Tensor, ids: Tensor, out: Tensor, factor: float) -> None:
+    """The same for a table [V, D] of floats."""
+    columns, block = table.shape[1], 1024
+    gather_dense_rows[ids.numel(), triton.cdiv(columns, block)](table, ids, out, factor, D=columns, BLOCK=block)
 
 
 def _expand(planes: Planes, out: Tensor, rows: int, ids: Tensor | None, factor: float) -> None:

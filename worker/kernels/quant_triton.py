@@ -245,3 +245,13 @@ def expand_rows(
     to = n.to(tl.int64)[:, None, None] * out_stride + g[None, :, None] * 64 + j[None, None, :]
     tl.store(out + to, (w_low * factor).to(kind), mask=m3)
     tl.store(out + to + 32, (w_top * factor).to(kind), mask=m3)
+
+
+@triton.jit
+def gather_dense_rows(table, ids, out, factor, D: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = table[ids[t]] * factor: grid (rows, D / BLOCK)."""
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + t).to(tl.int64)
+    x = tl.load(table + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(out + t * D + at, x * factor, mask=at < D)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.matrix import Matrix
+from ..kernels.matrix import AnyMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class PartWeights:
     kv_heads: int
     kv_head_of_query: tuple[int, ...]  # index within the part's KV heads, one a query head
     feed_forward: int
-    qkv: Matrix  # rows: the part's query heads, key heads, value heads
+    qkv: AnyMatrix  # rows: the part's query heads, key heads, value heads
     qkv_bias: Tensor | None
-    attention_output: Matrix  # [D, query_heads * V]
-    gate_up: Matrix  # rows: gate, up
-    down: Matrix  # [D, feed_forward]
+    attention_output: AnyMatrix  # [D, query_heads * V]
+    gate_up: AnyMatrix  # rows: gate, up
+    down: AnyMatrix  # [D, feed_forward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +44,5 @@ class Weights:
 
     layers: tuple[LayerWeights, ...]  # every layer of the model
     output_norm: Tensor  # [D]
-    head: Matrix  # [own vocab rows, D]
+    head: AnyMatrix  # [own vocab rows, D]
     rope_factors: dict[str, Tensor]  # frequency divisors by tensor name

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,10 +10,13 @@ from torch import Tensor
 from ...proto.model import ModelSpec, TensorInfo
 from ...proto.placement.plan import Placement
 from ...proto.placement.slices import TensorSlice, head_slice, layer_slice
-from ..kernels.matrix import Matrix
+from ..kernels.matrix import AnyMatrix, Matrix
 from ..memory import MemoryLedger
 from .layer import LayerWeights, PartWeights, Weights
 from .mapped_file import MappedModel
+
+if TYPE_CHECKING:
+    from .device_load import DeviceLoader
 
 ProgressNote = Callable[[int], None]  # told the file bytes read since the last call
 
@@ -26,6 +30,11 @@ class WeightLoader:
     ) -> None:
         self._spec, self._placement, self._rank, self._files = spec, placement, rank, files
         self._dtype, self._device, self._ledger, self._note = dtype, device, ledger, note
+        self._device_loader: DeviceLoader | None = None
+        if device.type == "cuda" and dtype is torch.bfloat16:
+            from .device_load import DeviceLoader  # late: the kernels behind it need a GPU's compiler
+
+            self._device_loader = DeviceLoader(files, device)
 
     def load(self) -> Weights:
         head_rows = head_slice(self._spec, self._placement, self._rank)
@@ -73,8 +82,12 @@ class WeightLoader:
     def _cut(self, layer: int, name: str, part: int) -> tuple[TensorInfo, TensorSlice]:
         return self._spec.tensors[f"blk.{layer}.{name}"], layer_slice(self._spec, self._placement, layer, name, part)
 
-    def _matrix(self, cuts: list[tuple[TensorInfo, TensorSlice]]) -> Matrix:
-        """The cuts below one another as one [rows, columns] matrix in the compute type."""
+    def _matrix(self, cuts: list[tuple[TensorInfo, TensorSlice]]) -> AnyMatrix:
+        """The cuts below one another as one [rows, columns] matrix: quantised on a GPU, else in the compute type."""
+        if self._device_loader is not None:
+            quantised = self._device_loader.matrix(cuts, self._note)
+            self._ledger.track("weights", quantised.byte_count)
+            return quantised
         rows = sum(len(cut.rows) for _, cut in cuts)
         columns = len(cuts[0][1].owned)
         dense = torch.empty((rows, columns), dtype=self._dtype, device=self._device)

@@ -46,6 +46,13 @@ class MappedModel:
             end = min(first + step, rows.end)
             yield first - rows.first, _dequantize(table[first:end, columns_bytes], kind)
 
+    def raw_rows(self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange) -> npt.NDArray[np.uint8]:
+        """The bytes of `tensor[rows, columns]`, [rows, bytes a row]: a view of the file. Whole quant blocks only."""
+        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
+        table = self._table(tensor, _row_width(tensor) // block_values * block_bytes)
+        columns_bytes = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
+        return table[rows.as_slice(), columns_bytes]
+
     def gather_rows(self, tensor: TensorInfo, ids: npt.NDArray[np.int64]) -> Floats:
         """The given rows of a matrix in f32: [len(ids), columns]."""
         kind = GGMLQuantizationType[tensor.type_name]

@@ -1,0 +1,173 @@
+"""Matrices on a GPU in the file's quantisation: fused products for few rows, a reused workspace for many.
+
+A chunk of a prompt expands matrices into one bf16 workspace, some rows at a time where they are large, and multiplies
+there by the library. Types without planes are held in bf16 from load on.
+"""
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from . import quant_ops
+from .quant_ops import QuantizedRows
+from .quant_planes import Planes
+
+WORKSPACE_BYTES = 256 << 20
+FEW_ROWS = quant_ops.LARGEST_BATCH
+
+Piece = Planes | Tensor  # a dense piece is bf16 [rows, columns]
+
+
+class Workspace:
+    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most WORKSPACE_BYTES."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        if self._flat.numel() < rows * columns:
+            self._flat = self._flat.new_empty(rows * columns)
+        return self._flat[: rows * columns].view(rows, columns)
+
+    @staticmethod
+    def rows_at_once(columns: int) -> int:
+        return max(1, WORKSPACE_BYTES // (2 * columns))
+
+    @property
+    def byte_count(self) -> int:
+        return self._flat.nbytes
+
+
+class QuantMatrix:
+    """[rows, columns]; `matrix(x_TC)` is x @ matrix^T, [T, rows]. `columns` are the owned ones.
+
+    `lead` and `tail`: columns held beside them, whose inputs are zero.
+    """
+
+    def __init__(self, pieces: list[Piece], lead: int, columns: int, tail: int, workspace: Workspace) -> None:
+        self.pieces, self.lead, self.columns, self.tail = pieces, lead, columns, tail
+        self.workspace = workspace
+        self.rows = sum(_rows(piece) for piece in pieces)
+        self.dtype = torch.bfloat16
+
+    @property
+    def byte_count(self) -> int:
+        return sum(p.byte_count if isinstance(p, Planes) else p.nbytes for p in self.pieces)
+
+    @property
+    def held_columns(self) -> int:
+        return self.lead + self.columns + self.tail
+
+    @property
+    def all_planes(self) -> bool:
+        """Whether `multiply_quantized` can serve."""
+        return not (self.lead or self.tail) and all(isinstance(piece, Planes) for piece in self.pieces)
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """f32 for few rows, bf16 for many."""
+        if not self.rows or not self.columns:
+            return x_TC.new_zeros((x_TC.shape[0], self.rows), dtype=self.dtype)
+        x_TC = self.padded(x_TC)
+        if x_TC.shape[0] > FEW_ROWS:
+            return multiply_stacked(x_TC, [self])
+        out = torch.empty((x_TC.shape[0], self.rows), dtype=torch.float32, device=x_TC.device)
+        quantised = quant_ops.quantize(x_TC) if any(isinstance(p, Planes) for p in self.pieces) else None
+        first = 0
+        for piece in self.pieces:
+            columns = out[:, first : first + _rows(piece)]
+            if isinstance(piece, Planes):
+                assert quantised is not None
+                quant_ops.multiply(piece, quantised, columns)
+            else:
+                columns.copy_(functional.linear(x_TC.to(self.dtype), piece))
+            first += _rows(piece)
+        return out
+
+    def multiply_quantized(self, x: QuantizedRows, out: Tensor) -> None:
+        """out [B, rows] f32; only where `all_planes`."""
+        first = 0
+        for piece in self.pieces:
+            assert isinstance(piece, Planes)
+            quant_ops.multiply(piece, x, out[:, first : first + piece.rows])
+            first += piece.rows
+
+    def padded(self, x_TC: Tensor) -> Tensor:
+        """Zeros beside the owned columns."""
+        return functional.pad(x_TC, (self.lead, self.tail)) if self.lead or self.tail else x_TC
+
+
+def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
+    """x times the matrices below one another: bf16 [T, sum of rows]. `x` is padded already."""
+    x_TC = x_TC.to(torch.bfloat16)
+    pieces = [piece for matrix in matrices for piece in matrix.pieces]
+    rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
+    out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
+    at_once = Workspace.rows_at_once(columns)
+    for first in range(0, rows, at_once):
+        end = min(rows, first + at_once)
+        weight = matrices[0].workspace.matrix(end - first, columns)
+        _expand_rows(pieces, first, end, weight)
+        if first == 0 and end == rows:
+            torch.mm(x_TC, weight.T, out=out)
+        else:
+            out[:, first:end] = x_TC @ weight.T
+    return out
+
+
+def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
+    """Sum of the matrices' products with their own columns of `x`: bf16 [T, rows]. `x`: padded columns, joined."""
+    x_TC = x_TC.to(torch.bfloat16)
+    rows, columns = matrices[0].rows, x_TC.shape[1]
+    out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
+    at_once = Workspace.rows_at_once(columns)
+    for first in range(0, rows, at_once):
+        end = min(rows, first + at_once)
+        weight = matrices[0].workspace.matrix(end - first, columns)
+        left = 0
+        for matrix in matrices:
+            if matrix.held_columns:
+                _expand_rows(matrix.pieces, first, end, weight[:, left : left + matrix.held_columns])
+            left += matrix.held_columns
+        if first == 0 and end == rows:
+            torch.mm(x_TC, weight.T, out=out)
+        else:
+            out[:, first:end] = x_TC @ weight.T
+    return out
+
+
+def _expand_rows(pieces: list[Piece], first: int, end: int, out: Tensor) -> None:
+    """Rows [first, end) of the pieces' stack into `out`."""
+    top = 0
+    for piece in pieces:
+        begin, stop = max(first, top), min(end, top + _rows(piece))
+        if begin < stop:
+            to = out[begin - first : stop - first]
+            if isinstance(piece, Planes):
+                quant_ops.expand(piece.slice_rows(begin - top, stop - top), to)
+            else:
+                to.copy_(piece[begin - top : stop - top])
+        top += _rows(piece)
+
+
+def _rows(piece: Piece) -> int:
+    return piece.rows if isinstance(piece, Planes) else piece.shape[0]
+
+
+class EmbeddingTable:
+    """token_embd in pinned host memory, in the file's quantisation where it has planes; a kernel reads rows there."""
+
+    def __init__(self, table: Planes | Tensor, factor: float, device: torch.device) -> None:
+        """`table` on the CPU, pinned; a dense one in the file's float type, or f32."""
+        self._table, self._factor, self._device = table, factor, device
+        self.width = table.columns if isinstance(table, Planes) else table.shape[1]
+
+    @property
+    def host_bytes(self) -> int:
+        return self._table.byte_count if isinstance(self._table, Planes) else self._table.nbytes
+
+    def rows(self, ids: Tensor, out: Tensor) -> None:
+        """out [T, D] f32 = rows of `ids` (int32 or int64 [T], on the device), times the embedding's scale."""
+        if isinstance(self._table, Planes):
+            quant_ops.gather(self._table, ids, out, self._factor)
+        else:
+            quant_ops.gather_dense(self._table, ids, out, self._factor)

@@ -1,0 +1,202 @@
+"""Launches the kernels of `step_triton`. Imported on CUDA workers only (and by tests, interpreted)."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ...proto.model import Activation, RopeKind
+from .quant_ops import QuantizedRows
+from .step_triton import (
+    attend_merge,
+    attend_split,
+    best_of_block,
+    choose_token,
+    finish_half_block,
+    gate_rows,
+    rotate_and_store,
+)
+
+MOST_ROWS = 16  # of a decode step
+FLAG_WORDS = 32
+BEST_BLOCK = 2048  # logits a program of `best_of_block`
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the one-shot sums need; one a rank and stream. `inboxes`: int64 [ranks], addresses as this rank sees them.
+
+    An inbox: f32 rows [2, ranks, MOST_ROWS, width], their flags, triples [2, ranks, MOST_ROWS, 4], their flags.
+    """
+
+    ranks: int
+    rank: int
+    width: int
+    inboxes: Tensor
+    sums_sequence: Tensor  # int32 [MOST_ROWS]
+    choice_sequence: Tensor
+    failed: Tensor  # int32 [1]: a peer did not come in time
+
+    @property
+    def sums_flags_at(self) -> int:
+        return 2 * self.ranks * MOST_ROWS * self.width
+
+    @property
+    def triples_at(self) -> int:
+        return self.sums_flags_at + self.ranks * MOST_ROWS * FLAG_WORDS
+
+    @property
+    def triples_flags_at(self) -> int:
+        return self.triples_at + 2 * self.ranks * MOST_ROWS * 4
+
+    @staticmethod
+    def inbox_words(ranks: int, width: int) -> int:
+        """4-byte words of an inbox."""
+        rows = ranks * MOST_ROWS
+        return 2 * rows * width + rows * FLAG_WORDS + 2 * rows * 4 + rows * FLAG_WORDS
+
+    @classmethod
+    def alone(cls, device: torch.device, width: int) -> "Exchange":
+        """For one rank: nothing is exchanged."""
+        return cls.over(torch.zeros(1, dtype=torch.int64, device=device), 1, 0, width)
+
+    @classmethod
+    def over(cls, inboxes: Tensor, ranks: int, rank: int, width: int) -> "Exchange":
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=inboxes.device)
+
+        return cls(ranks, rank, width, inboxes, zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(1))
+
+
+def finish_half(
+    partial: Tensor | None, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
+    out: Tensor | QuantizedRows, exchange: Exchange | None = None,
+) -> None:
+    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum."""
+    rows, width = hidden.shape
+    quantised = out if isinstance(out, QuantizedRows) else None
+    normed = hidden if isinstance(out, QuantizedRows) else out
+    ranks = exchange.ranks if exchange else 1
+    finish_half_block[(rows,)](
+        hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
+        weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
+        exchange.inboxes if exchange else hidden, exchange.sums_flags_at if exchange else 0,
+        exchange.sums_sequence if exchange else hidden, exchange.failed if exchange else hidden, epsilon,
+        D=width, M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
+        QUANT=quantised is not None, RANKS=ranks, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
+        num_warps=8 if width >= 2048 else 4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFacts:
+    """One rope as the kernel wants it."""
+
+    turns: Tensor  # f32 [pairs]
+    magnitude: float
+    kind: RopeKind
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlace:
+    """One layer's keys and values of one bundle in the arena: views [slots, heads, 64, width]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def rotate_into_cache(
+    projected: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, rope: RopeFacts, epsilon: float,
+    positions: Tensor, table: Tensor, table_stride: int, query: Tensor, place: KvPlace, query_heads: int, kv_heads: int,
+) -> None:
+    """Rows [T, q | k | v] of one part: rotated queries to `query` [T, Q, W] (rows may be strided), the rest cached."""
+    rows, width = projected.shape[0], place.keys.shape[-1]
+    query_norm, key_norm = norms or (rope.turns, rope.turns)
+    rotate_and_store[rows, query_heads + 2 * kv_heads](
+        projected, projected.stride(0), rope.turns if bias is None else bias, query_norm, key_norm, rope.turns,
+        rope.magnitude, epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
+        place.keys.stride(0), place.keys.stride(1), Q=query_heads, H=kv_heads, W=width, PAIRS=rope.turns.numel(),
+        INTERLEAVED=rope.kind is RopeKind.INTERLEAVED, BIAS=bias is not None, NORM=norms is not None,
+        num_warps=1 if width <= 128 else 2,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBuffers:
+    """Room for attention over splits: sums [B, Q, SPLITS, W], greatest and weights [B, Q, SPLITS], f32."""
+
+    sums: Tensor
+    greatest: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, rows: int, query_heads: int, splits: int, width: int, device: torch.device) -> "SplitBuffers":
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        flat = (rows, query_heads, splits)
+        return cls(floats(*flat, width), floats(*flat), floats(*flat))
+
+
+def attend_cached(
+    query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, kv_heads: int,
+    buffers: SplitBuffers, out: QuantizedRows,
+) -> None:
+    """Each row's query [B, Q, W] over its cached positions, as int8."""
+    rows, query_heads, width = query.shape
+    group = query_heads // kv_heads
+    splits = buffers.greatest.shape[2]
+    attend_split[rows * kv_heads, splits](
+        query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
+        buffers.weights, scale, place.keys.stride(0), place.keys.stride(1), H=kv_heads, GROUP=group,
+        PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window, num_warps=4,
+    )  # fmt: skip
+    attend_merge[rows, query_heads](
+        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32,
+        Q=query_heads, W=width, SPLITS=splits, num_warps=4,
+    )  # fmt: skip
+
+
+def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> None:
+    """activation(gate) * up of rows [T, gate | up]: bf16 [T, F] (rows may be strided), or int8."""
+    rows, feed_forward = both.shape[0], both.shape[1] // 2
+    quantised = out if isinstance(out, QuantizedRows) else None
+    dense = both if isinstance(out, QuantizedRows) else out
+    tile = 8 if quantised else 64
+    gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
+        both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
+        GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, num_warps=2 if quantised else 4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """A decode batch on the device: inputs of the next step, and a line of results a step."""
+
+    tokens: Tensor  # int32 [B]
+    positions: Tensor  # int32 [B]; -1: no request in this row
+    steps: Tensor  # int32 [B]: the next line of results
+    ids: Tensor  # int32 [lines, B]
+    logprobs: Tensor  # f32 [lines, B]
+
+
+def choose(logits: Tensor, first_id: int, scale: float, best: Tensor, state: StepState, exchange: Exchange) -> None:
+    """Greedy tokens of f32 logits [B, own vocab]; advances the state. `best`: f32 [B, blocks, 4]."""
+    rows, vocab = logits.shape
+    blocks = best.shape[1]
+    best_of_block[rows, blocks](
+        logits, logits.stride(0), best, vocab, first_id, scale, BLOCK=BEST_BLOCK, BLOCKS=blocks
+    )
+    choose_token[(rows,)](
+        best, state.tokens, state.positions, state.steps, state.ids, state.logprobs, state.ids.stride(0),
+        exchange.inboxes, exchange.triples_at, exchange.triples_flags_at, exchange.choice_sequence, exchange.failed,
+        BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def _quantised(rows: QuantizedRows | None, stand_in: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if rows is None:
+        return stand_in, stand_in, stand_in, stand_in
+    return rows.codes, rows.scales, rows.sums_16, rows.sums_32

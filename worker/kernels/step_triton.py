@@ -1,0 +1,353 @@
+"""Triton kernels between the matrix products: sums over ranks, norms, rotation, attention, gates, the greedy choice.
+
+The exchange between ranks is one shot: each rank writes its rows into every other rank's inbox (over peer access, or in
+pinned host memory), raises a flag there, waits (bounded) for theirs, and adds in rank order. Inboxes have two halves,
+used in turn: a rank starts use n + 2 of a half only after it has seen the others' flags of n + 1, which they raise
+after reading n. Flags count up and are never reset.
+"""
+
+import triton
+import triton.language as tl
+
+from .quant_triton import quantize_tile, store_quantized
+
+FLAG_WORDS = tl.constexpr(32)  # a flag has 128 bytes of its own
+SPIN_LIMIT = tl.constexpr(1 << 27)  # about two minutes
+
+
+@triton.jit
+def _fence():
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _raise_flag(flag, number):
+    return tl.inline_asm_elementwise(
+        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [flag, number], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _read_flag(flag):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _exchange_flags(inboxes, flags_at, number, row, failed, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr):
+    """After a rank's rows are written to all: tell the others, and wait for theirs."""
+    _raise_fence = _fence()
+    tl.debug_barrier()
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            words = tl.load(inboxes + peer).to(tl.pointer_type(tl.int32))
+            _raise_flag(words + flags_at + (RANK * ROWS + row) * FLAG_WORDS, number)
+    own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int32))
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            flag = own + flags_at + (peer * ROWS + row) * FLAG_WORDS
+            seen = _read_flag(flag)
+            spins = 0
+            while (seen - number < 0) & (spins < SPIN_LIMIT):
+                seen = _read_flag(flag)
+                spins += 1
+            if seen - number < 0:
+                tl.store(failed, 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def finish_half_block(
+    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, inboxes, flags_at, sequence,
+    failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, M)
+    in_range = group < D // 32
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    ok = in_range[:, None] & (at >= 0)
+    h = tl.load(hidden + row * D + at, mask=ok, other=0.0)
+    if HAS_PARTIAL:
+        own_part = tl.load(partial + row * partial_stride + at, mask=ok, other=0.0).to(tl.float32)
+        total = own_part
+        if RANKS > 1:
+            number = tl.load(sequence + row) + 1
+            half = (number & 1) * (RANKS * ROWS)
+            for peer in tl.static_range(RANKS):
+                if peer != RANK:
+                    inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.float32))
+                    tl.store(inbox + (half + RANK * ROWS + row) * D + at, own_part, mask=ok)
+            _exchange_flags(inboxes, flags_at, number, row, failed, RANKS, RANK, ROWS)
+            inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.float32))
+            total = tl.zeros_like(own_part)
+            for rank in tl.static_range(RANKS):
+                if rank == RANK:
+                    total += own_part
+                else:
+                    total += tl.load(inbox + (half + rank * ROWS + row) * D + at, mask=ok, other=0.0, volatile=True)
+            tl.store(sequence + row, number)
+        if POST:
+            spread = tl.sum(tl.sum(total * total, 1), 0) / D
+            total = total * (1.0 / tl.sqrt(spread + epsilon)) * tl.load(post_weight + at, mask=ok, other=0.0)
+        h += total
+        tl.store(hidden + row * D + at, h, mask=ok)
+    spread = tl.sum(tl.sum(h * h, 1), 0) / D
+    y = h * (1.0 / tl.sqrt(spread + epsilon)) * tl.load(weight + at, mask=ok, other=0.0)
+    if QUANT:
+        q, scale = quantize_tile(y, in_range)
+        store_quantized(
+            q, scale, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16),
+            xsum32 + row * (D // 32), D,
+        )  # fmt: skip
+    else:
+        tl.store(normed + row * D + at, y.to(normed.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def rotate_and_store(
+    projected, projected_stride, bias, query_norm, key_norm, turns, magnitude, epsilon, positions, table, table_stride,
+    query, query_stride, keys, values, slot_stride, head_stride, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: bias, norm, rotation; queries out, keys and values into their slots. Grid (rows, Q + 2H).
+
+    `positions` [rows]: -1 rows are skipped. `table` + row * table_stride: the row's slots by block.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + row)
+    if position < 0:
+        return
+    pair = tl.arange(0, W // 2)
+    if INTERLEAVED:
+        left = pair * 2
+        right = pair * 2 + 1
+    else:
+        # Pairs beyond the turned dimensions pass through; where they lie does not matter then.
+        left = tl.where(pair < PAIRS, pair, pair + PAIRS)
+        right = tl.where(pair < PAIRS, pair + PAIRS, pair + W // 2)
+    base = projected + row * projected_stride + head * W
+    a = tl.load(base + left).to(tl.float32)
+    b = tl.load(base + right).to(tl.float32)
+    if BIAS:
+        a += tl.load(bias + head * W + left)
+        b += tl.load(bias + head * W + right)
+    if head < Q + H:
+        if NORM:
+            left_norm = tl.load(query_norm + left)
+            right_norm = tl.load(query_norm + right)
+            if head >= Q:
+                left_norm = tl.load(key_norm + left)
+                right_norm = tl.load(key_norm + right)
+            spread = (tl.sum(a * a, 0) + tl.sum(b * b, 0)) / W
+            factor = 1.0 / tl.sqrt(spread + epsilon)
+            a = a * factor * left_norm
+            b = b * factor * right_norm
+        turned = pair < PAIRS
+        angle = position.to(tl.float32) * tl.load(turns + pair, mask=turned, other=0.0)
+        size = tl.where(turned, magnitude, 1.0)
+        cosine = tl.cos(angle) * size
+        sine = tl.where(turned, tl.sin(angle) * size, 0.0)
+        a, b = a * cosine - b * sine, b * cosine + a * sine
+    if head < Q:
+        to = query + row * query_stride + head * W
+        tl.store(to + left, a.to(query.dtype.element_ty))
+        tl.store(to + right, b.to(query.dtype.element_ty))
+    else:
+        slot = tl.load(table + row * table_stride + position // 64).to(tl.int64)
+        is_key = head < Q + H
+        kv_head = tl.where(is_key, head - Q, head - Q - H)
+        at = slot * slot_stride + kv_head * head_stride + (position % 64) * W
+        if is_key:
+            tl.store(keys + at + left, a.to(keys.dtype.element_ty))
+            tl.store(keys + at + right, b.to(keys.dtype.element_ty))
+        else:
+            tl.store(values + at + left, a.to(values.dtype.element_ty))
+            tl.store(values + at + right, b.to(values.dtype.element_ty))
+
+
+@triton.jit
+def attend_split(
+    query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
+    H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
+
+    Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
+    """
+    row = (tl.program_id(0) // H).to(tl.int64)
+    head = tl.program_id(0) % H
+    split = tl.program_id(1)
+    length = tl.load(positions + row) + 1
+    first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    first_block = first // 64
+    all_blocks = (length + 63) // 64
+    each = (all_blocks - first_block + SPLITS - 1) // SPLITS
+    begin = first_block + split * each
+    end = tl.minimum(begin + each, all_blocks)
+    g = tl.arange(0, PAD)
+    w = tl.arange(0, W)
+    t = tl.arange(0, 64)
+    q_row = row * (H * GROUP) + head * GROUP + g
+    q = tl.load(query + q_row[:, None] * W + w[None, :], mask=(g < GROUP)[:, None], other=0.0)
+    top = tl.full([PAD], float("-inf"), tl.float32)
+    weight = tl.zeros([PAD], tl.float32)
+    total = tl.zeros([PAD, W], tl.float32)
+    for block in range(begin, end):
+        slot = tl.load(table + row * table_stride + block).to(tl.int64)
+        base = slot * slot_stride + head * head_stride
+        position = block * 64 + t
+        ok = (position < length) & (position >= first)
+        k = tl.load(keys + base + t[None, :] * W + w[:, None]).to(query.dtype.element_ty)
+        v = tl.load(values + base + t[:, None] * W + w[None, :], mask=ok[:, None], other=0.0)
+        score = tl.where(ok[None, :], tl.dot(q, k) * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp(score - new_top[:, None])
+        shrink = tl.exp(top - new_top)
+        weight = weight * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None] + tl.dot(p.to(query.dtype.element_ty), v.to(query.dtype.element_ty))
+        top = new_top
+    to = q_row * SPLITS + split
+    tl.store(greatest + to, top, mask=g < GROUP)
+    tl.store(weights + to, weight, mask=g < GROUP)
+    tl.store(sums + to[:, None] * W + w[None, :], total, mask=(g < GROUP)[:, None])
+
+
+@triton.jit
+def attend_merge(
+    sums, greatest, weights, xq, xs, xsum16, xsum32, Q: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The splits of one query head joined, as int8. Grid (rows, Q)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    s = tl.arange(0, SPLITS)
+    group = tl.arange(0, W // 32)
+    column = tl.arange(0, 32)
+    at = (row * Q + head) * SPLITS + s
+    top = tl.load(greatest + at)
+    best = tl.max(top, 0)
+    share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
+    weight = tl.sum(share * tl.load(weights + at), 0)
+    parts = tl.load(sums + at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :])
+    joined = tl.sum(tl.where(share[:, None, None] > 0, parts * share[:, None, None], 0.0), 0)
+    joined = joined / tl.where(weight > 0, weight, 1.0)
+    in_range = group >= 0
+    q, scale = quantize_tile(joined, in_range)
+    groups = Q * (W // 32)
+    store_quantized(
+        q, scale, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
+        xsum16 + row * groups * 2, xsum32 + row * groups, Q * W,
+    )  # fmt: skip
+
+
+@triton.jit
+def gate_rows(
+    both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, F: tl.constexpr, M: tl.constexpr, GELU: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * M + tl.arange(0, M)
+    in_range = group < F // 32
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    ok = in_range[:, None] & (at >= 0)
+    gate = tl.load(both + row * both_stride + at, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(both + row * both_stride + F + at, mask=ok, other=0.0).to(tl.float32)
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    y = gate * up / (1.0 + tl.exp(-inner))
+    if QUANT:
+        q, scale = quantize_tile(y, in_range)
+        store_quantized(
+            q, scale, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16),
+            xsum32 + row * (F // 32), F,
+        )  # fmt: skip
+    else:
+        tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def best_of_block(logits, stride, best, V: tl.constexpr, first_id, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Greatest logit, its id (the lowest of equals) and the sum of exponentials of a block. Grid (rows, BLOCKS)."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
+    i = number * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + i, mask=i < V, other=float("-inf")) * scale
+    top = tl.max(x, 0)
+    place = tl.min(tl.where((x == top) & (i < V), i, 2147483647), 0)
+    total = tl.sum(tl.exp(x - top), 0)  # NaN if any logit is, or if the greatest is infinite
+    to = best + (row * BLOCKS + number) * 4
+    tl.store(to, top)
+    tl.store(to + 1, (place + first_id).to(tl.float32))  # exact below 2^24
+    tl.store(to + 2, total)
+
+
+@triton.jit
+def choose_token(
+    best, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, data_at, flags_at, sequence, failed,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The greedy token of one row over all ranks' blocks: the next step's input, and a line of the results. Grid (rows).
+
+    Every rank joins the same numbers in the same order, so all choose alike.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, PADDED)
+    there = k < BLOCKS
+    at = best + (row * BLOCKS + k) * 4
+    tops = tl.load(at, mask=there, other=float("-inf"))
+    places = tl.load(at + 1, mask=there, other=1e9)
+    totals = tl.load(at + 2, mask=there, other=0.0)
+    top = tl.max(tops, 0)
+    place = tl.min(tl.where(tops == top, places, 1e9), 0)
+    total = tl.sum(tl.where(there, totals * tl.exp(tops - top), 0.0), 0)
+    if RANKS > 1:
+        number = tl.load(sequence + row) + 1
+        half = (number & 1) * (RANKS * ROWS)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                to = tl.load(inboxes + peer).to(tl.pointer_type(tl.float32)) + data_at
+                to += (half + RANK * ROWS + row) * 4
+                tl.store(to, top)
+                tl.store(to + 1, place)
+                tl.store(to + 2, total)
+        _exchange_flags(inboxes, flags_at, number, row, failed, RANKS, RANK, ROWS)
+        own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.float32)) + data_at
+        all_top = tl.full([], float("-inf"), tl.float32)
+        all_place = tl.full([], 1e9, tl.float32)
+        all_total = tl.full([], 0.0, tl.float32)
+        for rank in tl.static_range(RANKS):
+            if rank == RANK:
+                its_top, its_place, its_total = top, place, total
+            else:
+                its = own + (half + rank * ROWS + row) * 4
+                its_top = tl.load(its, volatile=True)
+                its_place = tl.load(its + 1, volatile=True)
+                its_total = tl.load(its + 2, volatile=True)
+            new_top = tl.maximum(all_top, its_top)
+            lower = tl.minimum(all_place, its_place)
+            all_place = tl.where(its_top > all_top, its_place, tl.where(its_top == all_top, lower, all_place))
+            old = tl.where(all_total == 0.0, 0.0, all_total * tl.exp(all_top - new_top))
+            all_total = old + its_total * tl.exp(its_top - new_top)
+            all_top = new_top
+        place = all_place
+        total = all_total
+        tl.store(sequence + row, number)
+    position = tl.load(positions + row)
+    if position >= 0:
+        step = tl.load(steps + row)
+        token = place.to(tl.int32)
+        tl.store(tokens + row, tl.where(place < 1e8, token, 0))
+        tl.store(ids_out + step * out_stride + row, token)
+        tl.store(logprobs_out + step * out_stride + row, -tl.log(total))
+        tl.store(positions + row, position + 1)
+        tl.store(steps + row, step + 1)
