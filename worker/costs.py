@@ -40,6 +40,8 @@ def measure(
             for _ in range(1 + REPEATS):
                 started = time.perf_counter()
                 decoder.layers(hidden_TD, (layer,), command.layout, segments)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
                 passes.append(time.perf_counter() - started)
             total += statistics.median(passes[1:]) * count
         seconds.append(total)

@@ -4,6 +4,7 @@ The head is split by vocabulary in every layout: the last hidden rows are made k
 logits, and the sampler's rank (the last) gathers them and tells everybody the chosen ids.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ..proto.placement.plan import Placement
 from ..proto.reports import LogitRows, SampledToken, Scores
 from .links.open import Links
 from .model.decoder import Decoder, Segment
+from .model.steps import Embed, Steps
 from .requests import OpenRequests, RequestState
 from .sampling import Sampler
 from .weights.mapped_file import MappedModel
@@ -44,11 +46,14 @@ class Engine:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: Rank, files: MappedModel, decoder: Decoder, links: Links,
-        requests: OpenRequests, sampler: Sampler | None, device: torch.device,
+        requests: OpenRequests, sampler: Sampler | None, device: torch.device, steps: Steps | None = None,
+        embed: Embed | None = None,
     ) -> None:
+        """`steps`: a device's own way to run greedy decode steps; `embed`: its own way to look tokens up."""
         self._spec, self._placement, self._rank = spec, placement, rank
         self._files, self._decoder, self._links = files, decoder, links
         self._requests, self._sampler, self._device = requests, sampler, device
+        self._steps, self._embed_on_device = steps, embed
         self._last = placement.ranks - 1
         self._vocab_widths = [len(rows) for rows in placement.vocab]
 
@@ -61,11 +66,13 @@ class Engine:
         """This stage's layers over a chunk; the result goes to the next stage. Returns f32 [T, D]."""
         started = time.monotonic()
         hidden_TD = self._embed(chunk.tokens) if self._rank == 0 else self._links.pipeline.receive()
+        self._settle()
         received = time.monotonic()
         segments = [self._segment(chunk)]
         hidden_TD = self._decoder.layers(hidden_TD, self._placement.stages[self._rank], Layout.LAYER, segments)
         if self._rank < self._last:
             self._links.pipeline.send(hidden_TD)
+        self._settle()
         finished = time.monotonic()
         output.busy_seconds += finished - received
         output.waiting_seconds += received - started
@@ -76,6 +83,7 @@ class Engine:
         started = time.monotonic()
         layers = range(len(self._spec.layers))
         hidden_TD = self._decoder.layers(self._embed(chunk.tokens), layers, Layout.TENSOR, [self._segment(chunk)])
+        self._settle()
         output.busy_seconds += time.monotonic() - started
         return hidden_TD
 
@@ -97,9 +105,35 @@ class Engine:
         """The batch's decode steps, one after another."""
         started = time.monotonic()
         states = [self._requests[entry.request] for entry in batch.entries]
-        for step in range(batch.steps):
-            self._decode_step(batch, states, step, output)
+        if self._steps is not None and self._runs_on_device(batch, states):
+            self._device_steps(self._steps, batch, states, output)
+        else:
+            for step in range(batch.steps):
+                self._decode_step(batch, states, step, output)
         output.decode_seconds += time.monotonic() - started
+
+    def _runs_on_device(self, batch: Batch, states: list[RequestState]) -> bool:
+        everywhere = batch.layout is Layout.TENSOR or self._placement.ranks == 1
+        forced = any(entry.forced for entry in batch.entries)
+        return everywhere and not batch.logits and not forced and self._steps is not None and self._steps.serves(states)
+
+    def _device_steps(self, steps: Steps, batch: Batch, states: list[RequestState], output: TickOutput) -> None:
+        result = steps.run(states, [entry.position for entry in batch.entries], batch.steps)
+        for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
+            for state, token, logprob in zip(states, ids, logprobs, strict=True):
+                good = math.isfinite(logprob)
+                state.last_token = token if good else 0
+                if self._sampler is not None:
+                    error = None if good else "the logits are not numbers to choose by"
+                    output.tokens.append(SampledToken(state.request, state.last_token, logprob if good else 0.0, error=error))
+        now = time.monotonic()
+        for state in states:
+            state.sampled_at_seconds = now
+
+    def _settle(self) -> None:
+        """On a GPU, wait for what was issued: times are the device's, and the host runs no further ahead."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _decode_step(self, batch: Batch, states: list[RequestState], step: int, output: TickOutput) -> None:
         tokens = [_input_token(entry, state, step) for entry, state in zip(batch.entries, states, strict=True)]
@@ -162,7 +196,7 @@ class Engine:
             logits_TV = self._gathered_logits(hidden_TD[first : first + step])
             if logits_TV is not None:
                 targets = torch.tensor([chunk.targets[row] for row in scored[first : first + step]])
-                chosen = torch.log_softmax(logits_TV, dim=-1).cpu().gather(1, targets[:, None])
+                chosen = torch.log_softmax(logits_TV, dim=-1).gather(1, targets[:, None].to(self._device)).cpu()
                 logprobs += chosen[:, 0].tolist()
         if self._sampler is not None:
             output.scores.append(Scores(chunk.request, chunk.start, tuple(logprobs)))
@@ -171,18 +205,21 @@ class Engine:
         """The sampler's rank chooses; all ranks learn the ids, which are the next step's input."""
         ids_B = torch.zeros(len(states), dtype=torch.int64)
         if self._sampler is not None and logits_BV is not None:
+            logits_BV = logits_BV.cpu()
             chosen = [
                 self._sampler.choose(state.request, logits) for state, logits in zip(states, logits_BV, strict=True)
             ]
             output.tokens += chosen
             ids_B = torch.tensor([max(0, token.token) for token in chosen], dtype=torch.int64)
-        ids_B = self._links.tensor.broadcast(ids_B, root=self._last)
+        ids_B = self._links.tensor.broadcast(ids_B.to(self._device), root=self._last)
         now = time.monotonic()
         for state, token in zip(states, ids_B.tolist(), strict=True):
             state.last_token, state.sampled_at_seconds = token, now
 
     def _embed(self, tokens: Sequence[int]) -> Tensor:
         """Rows of the token embedding, gathered and dequantised from the mapped file: f32 [T, D]."""
+        if self._embed_on_device is not None:
+            return self._embed_on_device(tokens)
         ids = np.asarray(tokens, dtype=np.int64)
         rows = torch.from_numpy(self._files.gather_rows(self._spec.tensors["token_embd.weight"], ids))
         rows = rows.to(self._device)

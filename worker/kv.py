@@ -87,6 +87,10 @@ class KvStore:
         strides = (slot_elements, head_bytes // size, bytes_a_row // size, 1)
         return typed.as_strided(shape, strides, first_byte // size)
 
+    def region(self, bundle: Bundle, layer: int) -> Region:
+        """Where a layer's rows of a bundle lie; for kernels that write and read them in place."""
+        return self._regions[bundle, layer]
+
     def append(self, bundle: Bundle, layer: int, run: SlotRun, start: int, key_THK: Tensor, value_THV: Tensor) -> None:
         """Store rows of consecutive positions from `start` on."""
         region = self._regions[bundle, layer]

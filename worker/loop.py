@@ -35,7 +35,7 @@ from .links.open import Links, open_links
 from .memory import MemoryLedger, anonymous_bytes
 from .model.decoder import Decoder
 from .requests import OpenRequests
-from .sampling import Sampler
+from .sampling import Sampler, is_plain_greedy
 from .shift import Shifter
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
@@ -107,6 +107,7 @@ class LoadedModel:
                 return self._run_tick(command)
             case OpenRequest():
                 self.requests.open(command.request, command.layout, command.table)
+                self.requests[command.request].greedy = is_plain_greedy(command.sampling)
                 if self.sampler is not None:
                     self.sampler.open(command.request, command.sampling, command.prompt)
                 return None
@@ -162,7 +163,7 @@ def load_model(
     """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
     started = time.monotonic()
     spec, placement = command.spec, command.placement
-    compute_type = _compute_type(command, rank, links)
+    compute_type = _compute_type(command, rank, links, device)
     dtype = DTYPES[compute_type]
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()
@@ -170,13 +171,25 @@ def load_model(
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
-    weights = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add).load()
+    loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
+    weights = loader.load()
     # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
     requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
     stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
-    decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
+    steps, embed = None, None
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        from .device_model import device_parts  # late: its kernels need a GPU's compiler
+
+        parts = device_parts(
+            spec, placement, rank, loader, weights, kv, kv_format, stage_of_layer, dtype, device, links,
+            command.context_tokens,
+        )  # fmt: skip
+        decoder: Decoder = parts.decoder
+        steps, embed = parts.steps, parts.decoder.embed
+    else:
+        decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
     sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
     channel.send(
         ModelLoaded(
@@ -186,16 +199,18 @@ def load_model(
     )
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
-        engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device),
+        engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
         shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
     )
 
 
-def _compute_type(command: LoadModel, rank: Rank, links: Links) -> ComputeType:
-    """The type asked for, or what rank 0 finds faster: all ranks take the same."""
+def _compute_type(command: LoadModel, rank: Rank, links: Links, device: torch.device) -> ComputeType:
+    """The type asked for, else bf16 on a GPU, else what rank 0 finds faster: all ranks take the same."""
     if command.compute_type is not None:
         return command.compute_type
+    if device.type == "cuda":
+        return ComputeType.BF16
     kinds = list(ComputeType)
     choice = 0
     if rank == 0:

@@ -29,6 +29,7 @@ class RequestState:
     request: RequestId
     layout: Layout
     slots: dict[Bundle, SlotRun]
+    greedy: bool = False  # the next token is the greatest logit's, and nothing else is asked for
     last_token: int = -1
     sampled_at_seconds: float = 0.0  # monotonic clock of this rank
     shift: ShiftInProgress | None = None

@@ -211,6 +211,18 @@ class Sampler:
         return self._requests[request]
 
 
+def is_plain_greedy(parameters: SamplingParameters) -> bool:
+    """Whether the next token is the greatest logit's, nothing else changes it, and no alternatives are told."""
+    return (
+        parameters.temperature < GREEDY_BELOW
+        and parameters.repetition_penalty == 1.0
+        and parameters.presence_penalty == 0.0
+        and parameters.frequency_penalty == 0.0
+        and not parameters.logit_bias
+        and parameters.logprobs == 0
+    )
+
+
 def log_sum(logits_V: Tensor) -> float:
     """log(sum(exp(logits))), in f64."""
     return float(logits_V.double().logsumexp(0))

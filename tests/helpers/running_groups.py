@@ -20,12 +20,13 @@ class RunningGroups:
     """`load(path, workers, ...)` gives a driver with that model on that many workers."""
 
     stack: ExitStack
+    device: str = "cpu"
     clusters: dict[int, Cluster] = field(default_factory=dict)
     drivers: dict[int, tuple[object, Driver]] = field(default_factory=dict)
 
     def cluster(self, workers: int) -> Cluster:
         if workers not in self.clusters:
-            cluster = local_cluster(workers=workers, device="cpu", threads_per_worker=1)
+            cluster = local_cluster(workers=workers, device=self.device, threads_per_worker=1)
             self.clusters[workers] = self.stack.enter_context(cluster)
         return self.clusters[workers]
 
@@ -62,7 +63,9 @@ class RunningGroups:
             compute_type=compute_type,
             kv_format=None if kv_type is None else KvFormat(kv_type, kv_type),
             parallel_requests=parallel_requests,
-            tick_timeout_seconds=60.0,
+            device=self.device,
+            tick_timeout_seconds=60.0 if self.device == "cpu" else 240.0,  # kernels are compiled in the first steps
+            answer_timeout_seconds=60.0 if self.device == "cpu" else 240.0,
         )
         driver = Driver(cluster, spec, placement, settings)
         driver.load()
@@ -71,9 +74,9 @@ class RunningGroups:
 
 
 @contextmanager
-def running_groups() -> Iterator[RunningGroups]:
+def running_groups(device: str = "cpu") -> Iterator[RunningGroups]:
     """Ends all groups on leaving."""
     with ExitStack() as stack:
-        yield RunningGroups(stack)
+        yield RunningGroups(stack, device)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,11 @@ from .shared_memory import SharedSegment
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
 from .waiting import FlagWait, more_ranks_than_cores, named_errors
 
+if TYPE_CHECKING:
+    from .inboxes import Inboxes
+
 NAME_BYTES = 64
+NO_PEER_VARIABLE = "GEARSHIFT_NO_PEER"  # 1: as on cards without peer access, for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,15 @@ class Links:
     tensor: TensorGroup
     pipeline: PipelineEdges
     kv: KvMoves
+    device: torch.device
+    group: str
+
+    def open_inboxes(self, words: int) -> "Inboxes":
+        """Memory of `words` 4-byte words a rank that all ranks' kernels can write; collective, on CUDA only."""
+        from .inboxes import open_inboxes
+
+        peer = os.environ.get(NO_PEER_VARIABLE, "") in ("", "0")
+        return open_inboxes(words, self.rank, self.size, self.device, self.group, peer)
 
 
 @contextmanager
@@ -46,7 +59,7 @@ def open_links(
     """
     if world_size == 1:
         kv = KvMoves(None, rank, world_size, timeout_seconds)
-        yield Links(rank, world_size, LoneTensorGroup(), PipelineEdges(None, None, device), kv)
+        yield Links(rank, world_size, LoneTensorGroup(), PipelineEdges(None, None, device), kv, device, group)
         return
     _join(rank, world_size, device, local, timeout_seconds)
     try:
@@ -96,7 +109,7 @@ def _make(
     incoming = _incoming(edge_groups[rank - 1], shared, rank, size, wait) if rank > 0 else None
     outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
     pipeline = PipelineEdges(incoming, outgoing, device)
-    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds))
+    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds), device, group)
 
 
 def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:

@@ -46,6 +46,10 @@ class Decoder:
         self._ropes = RopeTable(tuple(layer.rope for layer in spec.layers), weights.rope_factors, device)
         self._device = device
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
         """Run rows through `layers`, storing their keys and values: f32 [T, D] to f32 [T, D]."""
         positions = [torch.arange(s.start, s.start + s.rows, device=self._device) for s in segments]

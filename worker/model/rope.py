@@ -68,6 +68,10 @@ class RopeTable:
                 turns, magnitude = frequencies(rope, factors.get(rope.factors_tensor or ""))
                 self._tables[rope] = turns.to(device), magnitude
 
+    def table(self, rope: RopeSpec) -> tuple[Tensor, float]:
+        """(radians a position of each pair, magnitude) of one rope."""
+        return self._tables[rope]
+
     def rotations(self, positions_T: Tensor) -> dict[RopeSpec, Rotation]:
         """Angles of every distinct rope for rows at these positions (int64 [T])."""
         return {rope: self._rotation(rope, positions_T) for rope in self._tables}

@@ -16,6 +16,7 @@ from .layer import LayerWeights, PartWeights, Weights
 from .mapped_file import MappedModel
 
 if TYPE_CHECKING:
+    from ..kernels.quant_matrix import EmbeddingTable
     from .device_load import DeviceLoader
 
 ProgressNote = Callable[[int], None]  # told the file bytes read since the last call
@@ -32,9 +33,9 @@ class WeightLoader:
         self._dtype, self._device, self._ledger, self._note = dtype, device, ledger, note
         self._device_loader: DeviceLoader | None = None
         if device.type == "cuda" and dtype is torch.bfloat16:
-            from .device_load import DeviceLoader  # late: the kernels behind it need a GPU's compiler
+            from . import device_load  # late: the kernels behind it need a GPU's compiler
 
-            self._device_loader = DeviceLoader(files, device)
+            self._device_loader = device_load.DeviceLoader(files, device)
 
     def load(self) -> Weights:
         head_rows = head_slice(self._spec, self._placement, self._rank)
@@ -45,6 +46,11 @@ class WeightLoader:
             head=self._matrix([(self._spec.tensors[self._spec.head_tensor], head_rows)]),
             rope_factors={name: self._vector(self._spec.tensors[name]) for name in factor_names if name is not None},
         )
+
+    def embedding(self) -> "EmbeddingTable":
+        """token_embd for a GPU's kernels; only where matrices are kept quantised."""
+        assert self._device_loader is not None
+        return self._device_loader.embedding(self._spec.tensors["token_embd.weight"], self._spec.embedding_scale)
 
     def _layer(self, layer: int) -> LayerWeights:
         parts = tuple(self._part(layer, part) for part in self._placement.parts_held(layer, self._rank))

@@ -1,0 +1,136 @@
+"""Models on CUDA devices against the CPU reference: every layout, and greedy steps in graphs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gearshift.benchmarks.synthetic_models import write_model
+from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.driver import Driver, generate
+from gearshift.coordinator.evaluation import collect_logits
+from gearshift.coordinator.generation import GenerationRequest, TokenEvent
+from gearshift.proto.ids import ComputeType, Layout
+from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+
+pytestmark = pytest.mark.cuda
+
+TINY = [
+    "llama-gqa-oddvocab", "llama-q4k-mix", "llama-wide-heads-ropefreqs", "llama-yarn", "qwen2-bias-tied",
+    "qwen3-qknorm", "gemma3-swa-mqa",
+]  # fmt: skip
+LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[RunningGroups]:
+    with running_groups("cuda") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[RunningGroups]:
+    with running_groups("cpu") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Synthetic models wide enough that every part is whole quant blocks."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(shape: str, quant: str) -> Path:
+        path = folder / f"{shape}-{quant}.gguf"
+        if not path.exists():
+            write_model(str(path), shape, quant)
+        return path
+
+    return write
+
+
+def log_softmax(rows: np.ndarray) -> np.ndarray:
+    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def mean_divergence(wanted: np.ndarray, found: np.ndarray) -> float:
+    """Mean KL divergence of the distributions, in nats."""
+    p, q = log_softmax(wanted), log_softmax(found)
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_f32_on_the_device_equals_the_reference(
+    on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
+    workers: int,
+) -> None:  # fmt: skip
+    path, reference = tiny_model(name), np.load(tiny_reference(name))
+    wanted = np.load(path.with_suffix(".exact.npz"))["logits"] if name == "gemma3-swa-mqa" else reference["logits"]
+    ids = [int(token) for token in reference["ids"]]
+    driver = on_cuda.load(path, workers)
+    for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
+        rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
+        assert np.abs(rows - wanted).max() < 1e-3, (prefill, decode)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bf16_on_the_device_stays_near_the_reference(
+    on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
+    workers: int,
+) -> None:  # fmt: skip
+    reference = np.load(tiny_reference(name))
+    ids = [int(token) for token in reference["ids"]]
+    driver = on_cuda.load(tiny_model(name), workers, compute_type=ComputeType.BF16)
+    for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
+        rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
+        assert mean_divergence(reference["logits"], rows) < 1e-3, (prefill, decode)
+
+
+SMALL = [("small", "Q4_K"), ("small", "Q8_0"), ("small", "Q5_1"), ("small-qwen3", "Q5_K")]
+
+
+@pytest.mark.parametrize(("shape", "quant"), SMALL)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_quantised_parts_give_the_cpus_logits(
+    on_cuda: RunningGroups, on_cpu: RunningGroups, small_models: Callable[[str, str], Path], shape: str, quant: str,
+    workers: int,
+) -> None:  # fmt: skip
+    path = small_models(shape, quant)
+    ids = [int(token) for token in np.random.default_rng(5).integers(300, 2000, 150)]
+    wanted, _ = collect_logits(on_cpu.load(path, 1), ids, 130)
+    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16)
+    for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
+        rows, _ = collect_logits(driver, ids, 130, prefill, decode, Fixed((64,)))
+        found = mean_divergence(wanted, rows)
+        print(shape, quant, workers, prefill, decode, "KL", found)
+        assert found < 5e-3, (prefill, decode)
+
+
+def greedy(driver: Driver, prompt: list[int], count: int, prefill: Layout, decode: Layout) -> list[tuple[int, float]]:
+    sampling = SamplingParameters(temperature=0.0)
+    request = GenerationRequest(tuple(prompt), count, sampling, prefill=prefill, decode=decode, chunk_rule=Fixed((64,)))
+    return [(event.token.token, event.token.logprob) for event in generate(driver, request) if isinstance(event, TokenEvent)]
+
+
+@pytest.mark.parametrize(("shape", "quant"), SMALL)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_greedy_steps_in_graphs_choose_what_the_logits_say(
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path], shape: str, quant: str, workers: int
+) -> None:
+    path = small_models(shape, quant)
+    prompt = [int(token) for token in np.random.default_rng(6).integers(300, 2000, 100)]
+    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16)
+    decode = Layout.TENSOR if workers > 1 else Layout.LAYER
+    first = greedy(driver, prompt, 40, Layout.LAYER, decode)
+    assert all(greedy(driver, prompt, 40, Layout.LAYER, decode) == first for _ in range(5))
+    tokens = [token for token, _ in first]
+    rows, _ = collect_logits(driver, prompt + tokens, len(prompt), Layout.LAYER, decode, Fixed((64,)))
+    logprobs = log_softmax(rows)[len(prompt) - 1 : -1]
+    chosen = logprobs[np.arange(len(tokens)), tokens]
+    print(shape, quant, workers, "gap", (logprobs.max(axis=-1) - chosen).max(), "logprob", np.abs(chosen - [p for _, p in first]).max())
+    assert (logprobs.max(axis=-1) - chosen).max() < 0.05
+    assert np.abs(chosen - [logprob for _, logprob in first]).max() < 0.05

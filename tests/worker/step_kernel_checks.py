@@ -1,0 +1,142 @@
+"""The kernels between a step's products against plain torch, on fresh random data. Run as `quant_kernel_checks` is."""
+
+import os
+import sys
+
+import torch
+import torch.nn.functional as functional
+
+from gearshift.proto.model import Activation, RopeKind
+from gearshift.worker.kernels import step_ops
+from gearshift.worker.kernels.quant_ops import QuantizedRows
+from gearshift.worker.kernels.step_ops import Exchange, KvPlace, RopeFacts, SplitBuffers, StepState
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+EPSILON = 1e-5
+HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16  # the interpreter has no bf16 products
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def as_floats(x: QuantizedRows) -> torch.Tensor:
+    return (x.codes.float().unflatten(1, (-1, 32)) * x.scales[..., None]).flatten(1)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def check_halves(rows: int, width: int, post: bool) -> dict[str, float]:
+    hidden, partial, weight, after = randn(rows, width), randn(rows, width), randn(width), randn(width)
+    total = functional.rms_norm(partial, (width,), after, EPSILON) if post else partial
+    wanted = functional.rms_norm(hidden + total, (width,), weight, EPSILON)
+    out = QuantizedRows.empty(rows, width, DEVICE)
+    kept, dense = hidden.clone(), torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE)
+    step_ops.finish_half(partial, kept, weight, after if post else None, EPSILON, out)
+    step_ops.finish_half(None, kept.clone(), weight, None, EPSILON, dense)
+    return {
+        "halves: hidden": error(kept, hidden + total), "halves: int8": error(as_floats(out), wanted) / 100,
+        "halves: bf16": error(dense, wanted) / 100,
+    }  # fmt: skip
+
+
+def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bool) -> dict[str, float]:
+    heads, width, blocks, slots = 2, 64, 5, 23
+    queries = heads * group
+    projected, bias = randn(rows, (queries + 2 * heads) * width), randn((queries + 2 * heads) * width)
+    norms = (randn(width), randn(width)) if norm else None
+    turns = 10000.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
+    rope = RopeFacts(turns, 1.1, kind)
+    positions = torch.tensor([(37 + 71 * row) % 300 for row in range(rows)], dtype=torch.int32, device=DEVICE)
+    tables = torch.stack([torch.randperm(slots)[:blocks] for _ in range(rows)]).to(DEVICE)
+    arena = randn(slots, 2, heads, 64, width).to(HALF)
+    arena[:, 1].fill_(float("nan"))  # values never written must not matter
+    place = KvPlace(arena[:, 0], arena[:, 1])
+    query = torch.empty(rows, queries, width, dtype=HALF, device=DEVICE)
+    table_of_row = [tables[row] for row in range(rows)]
+    for row in range(rows):  # what came before
+        for position in range(int(positions[row])):
+            place.values[table_of_row[row][position // 64], :, position % 64] = randn(heads, width).to(HALF)
+    step_ops.rotate_into_cache(
+        projected, bias, norms, rope, EPSILON, positions, tables, tables.stride(0), query, place, queries, heads
+    )
+    turned = (projected + bias).unflatten(1, (-1, width))
+    head_kinds = [turned[:, :queries], turned[:, queries : queries + heads]]
+    if norms:
+        head_kinds = [functional.rms_norm(x, (width,), n, EPSILON) for x, n in zip(head_kinds, norms, strict=True)]
+    angle = positions.float()[:, None, None] * turns
+    cosine, sine = angle.cos() * 1.1, angle.sin() * 1.1
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        a, b = (x[..., 0::2], x[..., 1::2]) if kind is RopeKind.INTERLEAVED else x.chunk(2, dim=-1)
+        pair = a * cosine - b * sine, b * cosine + a * sine
+        return torch.stack(pair, -1).flatten(-2) if kind is RopeKind.INTERLEAVED else torch.cat(pair, -1)
+
+    scale, splits = 0.11, 4
+    out = QuantizedRows.empty(rows, queries * width, DEVICE)
+    buffers = SplitBuffers.of(rows, queries, splits, width, DEVICE)
+    step_ops.attend_cached(query, place, tables, positions, scale, window, heads, buffers, out)
+    wanted_rows, stored = [], []
+    for row in range(rows):
+        length = int(positions[row]) + 1
+        first = max(0, length - window) if window else 0
+        keys = place.keys[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
+        values = place.values[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
+        stored.append(error(keys[:, -1], rotated(head_kinds[1])[row]) + error(values[:, -1], turned[row, queries + heads :]))
+        q = query[row].float().view(heads, group, width)
+        wanted_rows.append((torch.softmax(q @ keys.transpose(1, 2) * scale, -1) @ values).flatten())
+    return {
+        "attention: query": error(query, rotated(head_kinds[0])) / 100, "attention: stored": max(stored) / 100,
+        "attention: result": error(as_floats(out), torch.stack(wanted_rows)) / 100,
+    }  # fmt: skip
+
+
+def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float]:
+    both = randn(rows, 2 * width)
+    gate, up = both.chunk(2, dim=1)
+    wanted = (functional.silu(gate) if activation is Activation.SILU else functional.gelu(gate, approximate="tanh")) * up
+    out, dense = QuantizedRows.empty(rows, width, DEVICE), torch.empty(rows, width, device=DEVICE)
+    step_ops.gate(both, activation, out)
+    step_ops.gate(both, activation, dense)
+    return {"gate": error(dense, wanted), "gate: int8": error(as_floats(out), wanted) / 100}
+
+
+def check_choice(rows: int, vocab: int) -> dict[str, float]:
+    logits = randn(rows, vocab)
+    logits[0, 77] = logits[0, vocab - 3] = 9.0  # the lower id of equals
+    numbers = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
+    numbers[1] = 40
+    numbers[2] = 2
+    ids, logprobs = torch.zeros(5, rows, dtype=torch.int32, device=DEVICE), torch.zeros(5, rows, device=DEVICE)
+    state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
+    best = torch.zeros(rows, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
+    step_ops.choose(logits, 1000, 1.0, best, state, Exchange.alone(DEVICE, 32))
+    wanted = logits.argmax(-1)
+    right = torch.equal(ids[2].long(), wanted + 1000) and torch.equal(numbers[0], ids[2]) and int(ids[2, 0]) == 1077
+    moved = numbers[1].tolist() == [41] * rows and numbers[2].tolist() == [3] * rows
+    return {
+        "choice": 0.0 if right and moved else 1.0,
+        "choice: logprob": error(logprobs[2], torch.log_softmax(logits, -1).amax(-1)),
+    }
+
+
+def main() -> int:
+    found: dict[str, float] = {}
+    checks = [check_halves(3, 288, False), check_halves(1, 64, True), check_gate(3, 352, Activation.SILU)]
+    checks += [check_gate(2, 64, Activation.GELU_TANH), check_choice(2, 5001)]
+    checks += [check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False), check_attention(RopeKind.HALVES, 2, 1, 100, True)]
+    if DEVICE.type == "cuda":
+        checks += [check_halves(16, 4096, False), check_halves(5, 5120, True), check_gate(16, 7168, Activation.SILU)]
+        checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
+    for check in checks:
+        for name, value in check.items():
+            found[name] = max(found.get(name, 0.0), value if value == value else float("inf"))
+    for name, value in found.items():
+        print(name, "right" if value < 1.5e-4 else "wrong", value)
+    return 0 if all(value < 1.5e-4 for value in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Greedy decode steps as CUDA graphs: a whole step under tensor parallelism, its sums and its choice inside.
+
+One graph a batch size (a bucket). Tables, positions and tokens are static buffers; a step reads the token that the step
+before chose, so that several steps run without the host. Attention's splits are fixed, so results do not depend on
+which graph runs, and any context length fits every graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...proto.errors import WorkerLostError
+from ...proto.model import ModelSpec
+from ...proto.placement.plan import Placement
+from ..kernels import step_ops
+from ..kernels.quant_matrix import QuantMatrix
+from ..kernels.quant_ops import QuantizedRows
+from ..kernels.step_ops import Exchange, SplitBuffers, StepState
+from ..requests import RequestState
+from ..weights.layer import PartWeights
+from .device_decoder import DeviceDecoder, _groups
+
+BUCKETS = (1, 2, 4, 8, 16)
+MOST_STEPS = 64  # between two looks at the results
+SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens and log-probabilities [steps, batch]."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
+    """Whether this rank's own parts are all such as the kernels of a step take."""
+    if not decoder.fused or spec.logit_softcap:
+        return False
+    head = decoder.weights.head
+    if not isinstance(head, QuantMatrix) or not head.all_planes or not head.rows:
+        return False
+    return all(
+        _can_step(layer.own, facts.query_heads // facts.kv_heads) and layer.attention_output_bias is None
+        for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)
+    )
+
+
+def _can_step(part: PartWeights, group: int) -> bool:
+    matrices = (part.qkv, part.attention_output, part.gate_up, part.down)
+    return (
+        all(isinstance(matrix, QuantMatrix) and matrix.all_planes for matrix in matrices)
+        and part.query_heads > 0
+        and part.feed_forward > 0
+        and part.feed_forward % 32 == 0
+        and part.kv_head_of_query == _groups(part.kv_heads, group)
+    )
+
+
+class _Bucket:
+    """Static buffers of one batch size, and its graph once captured."""
+
+    def __init__(self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int) -> None:
+        device = decoder.device
+        owns = [layer.own for layer in decoder.weights.layers]
+        query = max(part.query_heads * f.key_width for part, f in zip(owns, spec.layers, strict=True))
+        forward = max(part.feed_forward for part in owns)
+        projected = max(_rows(part.qkv) for part in owns)
+        self.size = size
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        self.tables = torch.zeros((ranks, size, blocks), dtype=torch.int64, device=device)
+        self.members: tuple[tuple[int, int], ...] = ()
+        inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
+        results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
+        self.inputs, self.results = inputs, results
+        self.state = StepState(inputs[0], inputs[1], inputs[2], results[0], results[1].view(torch.float32))
+        self.host_inputs = torch.empty((3, size), dtype=torch.int32, pin_memory=True)
+        self.hidden, self.partial = floats(size, spec.hidden), floats(size, spec.hidden)
+        self.projected, self.both = floats(size, projected), floats(size, 2 * forward)
+        head = decoder.weights.head
+        self.logits = floats(size, _rows(head))
+        self.best = floats(size, -(-_rows(head) // step_ops.BEST_BLOCK), 4)
+        self.query = torch.zeros((size, query), dtype=torch.bfloat16, device=device)
+        self.splits: dict[tuple[int, int], SplitBuffers] = {}
+        self.normed = QuantizedRows.empty(size, spec.hidden, device)
+        self.attended = QuantizedRows.empty(size, query, device)
+        self.inner = QuantizedRows.empty(size, forward, device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+
+class DecodeSteps:
+    """Runs greedy steps of up to 16 requests."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int
+    ) -> None:
+        self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
+        self._blocks = -(-context_tokens // 64) + 1
+        self._buckets: dict[int, _Bucket] = {}
+
+    def serves(self, states: Sequence[RequestState]) -> bool:
+        return len(states) <= BUCKETS[-1] and all(state.greedy for state in states)
+
+    def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
+        """`steps` tokens for every request; its last token is the first input, at its position."""
+        bucket = self._bucket(len(states))
+        self._set_tables(bucket, states)
+        host = bucket.host_inputs
+        host.fill_(-1)
+        host[0, : len(states)] = torch.tensor([state.last_token for state in states], dtype=torch.int32)
+        host[0, len(states) :] = 0
+        host[1, : len(states)] = torch.tensor(positions, dtype=torch.int32)
+        rows: list[tuple[list[list[int]], list[list[float]]]] = []
+        done = 0
+        while done < steps:
+            count = min(MOST_STEPS, steps - done)
+            host[2] = 0
+            if done == 0:
+                bucket.inputs.copy_(host, non_blocking=True)
+            else:
+                bucket.state.steps.zero_()
+            for _ in range(count):
+                self._one_step(bucket)
+            results = bucket.results[:, :count, : len(states)].cpu()  # waits for the steps
+            rows.append((results[0].tolist(), results[1].contiguous().view(torch.float32).tolist()))
+            done += count
+        if self._exchange.ranks > 1 and int(self._exchange.failed.item()):
+            raise WorkerLostError("a peer did not take part in a decode step within two minutes")
+        ids = [line for part, _ in rows for line in part]
+        return StepResult(ids, [line for _, part in rows for line in part])
+
+    def _bucket(self, count: int) -> _Bucket:
+        size = next(size for size in BUCKETS if size >= count)
+        if size not in self._buckets:
+            self._buckets[size] = _Bucket(size, self._spec, self._decoder, self._placement.ranks, self._blocks)
+        return self._buckets[size]
+
+    def _set_tables(self, bucket: _Bucket, states: Sequence[RequestState]) -> None:
+        members = tuple((int(state.request), id(state.slots)) for state in states)
+        if members == bucket.members:
+            return
+        rank = self._exchange.rank
+        for row, state in enumerate(states):
+            for stage in range(self._placement.ranks):
+                run = state.slots.get((stage, rank))
+                if run is not None:
+                    bucket.tables[stage, row, : len(run.index)] = run.index
+        bucket.members = members
+
+    def _one_step(self, bucket: _Bucket) -> None:
+        if bucket.graph is not None:
+            bucket.graph.replay()
+        elif not bucket.warm:
+            self._launch(bucket)  # compiles the kernels
+            bucket.warm = True
+        else:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._launch(bucket)
+            bucket.graph = graph
+            graph.replay()
+
+    def _launch(self, bucket: _Bucket) -> None:
+        spec, decoder, exchange = self._spec, self._decoder, self._exchange
+        weights, epsilon = decoder.weights, self._spec.norm_epsilon
+        decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
+        layers = weights.layers
+        step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
+        for number, layer in enumerate(layers):
+            part, facts = layer.own, spec.layers[number]
+            self._attention(bucket, number)
+            step_ops.finish_half(
+                bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
+                bucket.normed, exchange,
+            )  # fmt: skip
+            both = bucket.both[:, : 2 * part.feed_forward]
+            inner = _narrow(bucket.inner, part.feed_forward)
+            _quantised(part.gate_up).multiply_quantized(bucket.normed, both)
+            step_ops.gate(both, spec.activation, inner)
+            _quantised(part.down).multiply_quantized(inner, bucket.partial)
+            next_norm = layers[number + 1].attention_norm if number + 1 < len(layers) else weights.output_norm
+            step_ops.finish_half(
+                bucket.partial, bucket.hidden, next_norm, layer.post_feed_forward_norm, epsilon, bucket.normed, exchange
+            )
+            del facts
+        _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
+        first_id = self._placement.vocab[exchange.rank].first
+        step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)
+
+    def _attention(self, bucket: _Bucket, number: int) -> None:
+        spec, decoder = self._spec, self._decoder
+        layer, facts = decoder.weights.layers[number], spec.layers[number]
+        part, width = layer.own, facts.key_width
+        norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            norms = layer.query_norm, layer.key_norm
+        columns = _rows(part.qkv)
+        projected = bucket.projected[:, :columns]
+        query = bucket.query.view(-1)[: bucket.size * part.query_heads * width].view(bucket.size, -1, width)
+        table = bucket.tables[self._placement.stage_of(number)]
+        place = decoder.place(number, part.part)
+        key = (part.query_heads, width)
+        if key not in bucket.splits:
+            bucket.splits[key] = SplitBuffers.of(bucket.size, part.query_heads, SPLITS, width, decoder.device)
+        _quantised(part.qkv).multiply_quantized(bucket.normed, projected)
+        step_ops.rotate_into_cache(
+            projected, part.qkv_bias, norms, decoder.rope(number), spec.norm_epsilon, bucket.state.positions, table,
+            table.stride(0), query, place, part.query_heads, part.kv_heads,
+        )  # fmt: skip
+        attended = _narrow(bucket.attended, part.query_heads * width)
+        step_ops.attend_cached(
+            query, place, table, bucket.state.positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
+            bucket.splits[key], attended,
+        )  # fmt: skip
+        _quantised(part.attention_output).multiply_quantized(attended, bucket.partial)
+
+
+def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:
+    """A buffer of rows used for rows of `width`, contiguous."""
+    batch = rows.codes.shape[0]
+
+    def part(tensor: Tensor, columns: int) -> Tensor:
+        return tensor.view(-1)[: batch * columns].view(batch, columns)
+
+    return QuantizedRows(
+        part(rows.codes, width), part(rows.scales, width // 32), part(rows.sums_16, width // 16),
+        part(rows.sums_32, width // 32),
+    )  # fmt: skip
+
+
+def _quantised(matrix: object) -> QuantMatrix:
+    assert isinstance(matrix, QuantMatrix)
+    return matrix
+
+
+def _rows(matrix: object) -> int:
+    return _quantised(matrix).rows

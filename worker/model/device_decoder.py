@@ -1,0 +1,222 @@
+"""The transformer on a GPU: the same passes as `Decoder`, over quantised parts and with fused kernels between products.
+
+A chunk's parts lie side by side: one product a matrix kind and layer, whatever the number of parts. What the kernels do
+not cover (`fused` below) goes the plain way of the base class.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ...proto.ids import KvType, Layout
+from ...proto.kv import KvFormat
+from ...proto.model import ModelSpec
+from ..kernels import quant_matrix, step_ops
+from ..kernels.attention import attend
+from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix
+from ..kernels.step_ops import KvPlace, RopeFacts
+from ..kv import KvStore
+from ..weights.layer import LayerWeights, PartWeights, Weights
+from .decoder import Decoder, Segment
+
+Table = tuple[Tensor, int]  # slots by block, and the elements between two rows' tables (0: one for all rows)
+
+
+class DeviceDecoder(Decoder):
+    """Layers, norms and head of one rank on a GPU, in bf16."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, kv: KvStore, stage_of_layer: Sequence[int], dtype: torch.dtype,
+        device: torch.device, all_reduce: Callable[[Tensor], Tensor], kv_format: KvFormat, embedding: EmbeddingTable,
+    ) -> None:
+        super().__init__(spec, weights, kv, stage_of_layer, dtype, device, all_reduce)
+        self.embedding = embedding
+        self.fused = fits_kernels(spec, kv_format)
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """f32 [T, D]."""
+        ids = torch.tensor(tokens, dtype=torch.int32).to(self._device, non_blocking=True)
+        hidden_TD = torch.empty((len(tokens), self.embedding.width), dtype=torch.float32, device=self._device)
+        self.embedding.rows(ids, hidden_TD)
+        return hidden_TD
+
+    def rope(self, layer: int) -> RopeFacts:
+        spec = self._spec.layers[layer].rope
+        turns, magnitude = self._ropes.table(spec)
+        return RopeFacts(turns, magnitude, spec.kind)
+
+    def place(self, layer: int, part: int) -> KvPlace:
+        region = self._kv.region((self._stage_of_layer[layer], part), layer)
+        return KvPlace(region.keys, region.values)
+
+    def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
+        """As the base class; the input is left as it is."""
+        numbers = list(layers)
+        if not self.fused or not numbers:
+            return super().layers(hidden_TD, numbers, layout, segments)
+        hidden_TD = hidden_TD.clone()
+        positions = torch.cat([torch.arange(s.start, s.start + s.rows, dtype=torch.int32) for s in segments])
+        positions = positions.to(self._device, non_blocking=True)
+        normed_TD = torch.empty(hidden_TD.shape, dtype=self._dtype, device=self._device)
+        epsilon = self._spec.norm_epsilon
+        step_ops.finish_half(None, hidden_TD, self._attention_norm(numbers[0]), None, epsilon, normed_TD)
+        for index, layer in enumerate(numbers):
+            weights = self._weights.layers[layer]
+            split = layout is Layout.TENSOR
+            parts = (weights.own,) if split else weights.parts
+            partial_TD = self._all_attention(normed_TD, weights, parts, layer, segments, positions)
+            partial_TD = self._all_reduce(partial_TD) if split else partial_TD
+            if weights.attention_output_bias is not None:
+                partial_TD = partial_TD + weights.attention_output_bias
+            step_ops.finish_half(
+                partial_TD, hidden_TD, weights.feed_forward_norm, weights.post_attention_norm, epsilon, normed_TD
+            )
+            partial_TD = self._all_feed_forward(normed_TD, parts)
+            partial_TD = self._all_reduce(partial_TD) if split else partial_TD
+            next_norm = self._attention_norm(numbers[min(index + 1, len(numbers) - 1)])
+            step_ops.finish_half(partial_TD, hidden_TD, next_norm, weights.post_feed_forward_norm, epsilon, normed_TD)
+        return hidden_TD
+
+    def _attention_norm(self, layer: int) -> Tensor:
+        return self._weights.layers[layer].attention_norm
+
+    def _all_attention(
+        self, normed_TD: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], layer: int,
+        segments: Sequence[Segment], positions: Tensor,
+    ) -> Tensor:
+        """All parts' heads: project, rotate into the cache, attend, project back: [T, D]."""
+        facts = self._spec.layers[layer]
+        parts = [part for part in parts if part.query_heads]
+        rows, width = normed_TD.shape[0], facts.key_width
+        if not parts:
+            return torch.zeros_like(normed_TD)
+        projected_TC = _stacked(normed_TD, [part.qkv for part in parts])
+        query_TQW = torch.empty(
+            (rows, sum(part.query_heads for part in parts), width), dtype=self._dtype, device=self._device
+        )
+        norms = None
+        if weights.query_norm is not None and weights.key_norm is not None:
+            norms = weights.query_norm, weights.key_norm
+        column = first_head = 0
+        for part in parts:
+            columns = (part.query_heads + 2 * part.kv_heads) * width
+            table, stride = self._table((self._stage_of_layer[layer], part.part), segments)
+            step_ops.rotate_into_cache(
+                projected_TC[:, column : column + columns], part.qkv_bias, norms, self.rope(layer),
+                self._spec.norm_epsilon, positions, table, stride,
+                query_TQW[:, first_head : first_head + part.query_heads], self.place(layer, part.part),
+                part.query_heads, part.kv_heads,
+            )  # fmt: skip
+            column, first_head = column + columns, first_head + part.query_heads
+        attended_TQW = self._attend_all(query_TQW, parts, layer, segments)
+        return _side_by_side(attended_TQW.flatten(1), [part.attention_output for part in parts])
+
+    def _table(self, bundle: tuple[int, int], segments: Sequence[Segment]) -> Table:
+        if len(segments) == 1:
+            return segments[0].state.slots[bundle].index, 0
+        tables = [segment.state.slots[bundle].index for segment in segments for _ in range(segment.rows)]
+        stacked = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        return stacked, stacked.stride(0)
+
+    def _attend_all(
+        self, query_TQW: Tensor, parts: Sequence[PartWeights], layer: int, segments: Sequence[Segment]
+    ) -> Tensor:
+        facts = self._spec.layers[layer]
+        stage = self._stage_of_layer[layer]
+        window, scale = facts.sliding_window, self._spec.attention_scale
+        kv_heads = sum(part.kv_heads for part in parts)
+        group = facts.query_heads // facts.kv_heads
+        even = all(part.kv_head_of_query == _groups(part.kv_heads, group) for part in parts)
+        attended = torch.empty_like(query_TQW)
+        for segment in segments:
+            span = slice(segment.first_row, segment.first_row + segment.rows)
+            length = segment.start + segment.rows
+            first = max(0, segment.start + 1 - window) if window else 0
+            read = [
+                self._kv.read((stage, p.part), layer, segment.state.slots[stage, p.part], first, length) for p in parts
+            ]
+            if even and segment.rows > 1 and (not window or length <= window):
+                key_HLW = read[0][0] if len(read) == 1 else torch.cat([key for key, _ in read])
+                value_HLW = read[0][1] if len(read) == 1 else torch.cat([value for _, value in read])
+                result = functional.scaled_dot_product_attention(
+                    query_TQW[span].transpose(0, 1)[None], key_HLW[None], value_HLW[None],
+                    attn_mask=causal_lower_right(segment.rows, length), scale=scale, enable_gqa=kv_heads != len(query_TQW[0]),
+                )  # fmt: skip
+                attended[span] = result[0].transpose(0, 1)
+                continue
+            head = 0
+            for part, (key_HLW, value_HLW) in zip(parts, read, strict=True):
+                heads = slice(head, head + part.query_heads)
+                attended[span, heads] = attend(
+                    query_TQW[span, heads], key_HLW, value_HLW, part.kv_head_of_query, scale, window, self._dtype
+                )
+                head += part.query_heads
+        return attended
+
+    def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
+        """All parts' columns of the feed-forward block: [T, D]."""
+        parts = [part for part in parts if part.feed_forward]
+        if not parts:
+            return torch.zeros_like(normed_TD)
+        both_TF = _stacked(normed_TD, [part.gate_up for part in parts])
+        width = sum(part.feed_forward for part in parts)
+        inner_TF = torch.empty((normed_TD.shape[0], width), dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            end = first + part.feed_forward
+            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end])
+            first = end
+        return _side_by_side(inner_TF, [part.down for part in parts])
+
+
+def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
+    """Whether the kernels between the products cover this model and cache."""
+    widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
+    return (
+        all(key == value and key in (32, 64, 128, 256) for key, value in widths)
+        and all(layer.rope.dimensions % 2 == 0 for layer in spec.layers)
+        and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
+        and spec.hidden % 32 == 0
+        and KvType.Q8_0 not in (kv_format.key, kv_format.value)
+        and kv_format.key == kv_format.value
+    )
+
+
+def _groups(kv_heads: int, group: int) -> tuple[int, ...]:
+    return tuple(head // group for head in range(kv_heads * group))
+
+
+def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
+    quantised = [_as_quantised(matrix) for matrix in matrices]
+    if x_TC.shape[0] > FEW_ROWS:
+        return quant_matrix.multiply_stacked(x_TC, quantised)
+    products = [matrix(x_TC) for matrix in quantised]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
+    """`x`: the owned columns of each matrix, joined."""
+    quantised = [_as_quantised(matrix) for matrix in matrices]
+    widths = [matrix.columns for matrix in quantised]
+    if x_TC.shape[0] <= FEW_ROWS:
+        pieces = zip(x_TC.split(widths, dim=1), quantised, strict=True)
+        first, *others = [matrix(piece).float() for piece, matrix in pieces]
+        for other in others:
+            first = first + other
+        return first
+    if any(matrix.lead or matrix.tail for matrix in quantised):
+        pieces = zip(x_TC.split(widths, dim=1), quantised, strict=True)
+        x_TC = torch.cat([matrix.padded(piece) for piece, matrix in pieces], dim=1)
+    return quant_matrix.multiply_side_by_side(x_TC, quantised)
+
+
+def _as_quantised(matrix: object) -> QuantMatrix:
+    assert isinstance(matrix, QuantMatrix)
+    return matrix
