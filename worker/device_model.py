@@ -36,12 +36,14 @@ def device_parts(
         spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, kv_format, embedding
     )
     torch.cuda.empty_cache()  # what sorting the file's bytes took
-    agreed = links.tensor.all_reduce(torch.tensor([float(can_step(spec, decoder))], device=device))
-    if int(agreed.item()) != placement.ranks:
+    here = torch.tensor([float(decoder.fused), float(can_step(spec, decoder))], device=device)
+    fused, steps = links.tensor.all_reduce(here).tolist()
+    decoder.fused = int(fused) == placement.ranks  # all ranks alike: they sum in the same type
+    if not decoder.fused or int(steps) != placement.ranks:
         return DeviceParts(decoder, None)
     if placement.ranks == 1:
         exchange = Exchange.alone(device, spec.hidden)
     else:
         inboxes = links.open_inboxes(Exchange.inbox_words(placement.ranks, spec.hidden))
-        exchange = Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden)
+        exchange = Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden, inboxes)
     return DeviceParts(decoder, DecodeSteps(spec, placement, decoder, exchange, context_tokens))

@@ -51,6 +51,8 @@ def run(
 ) -> None:
     """Serve commands until `Shutdown`."""
     device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
     with torch.inference_mode(), open_links(rank, world_size, device, group, local=True) as links:
         model: LoadedModel | None = None
         while True:

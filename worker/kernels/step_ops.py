@@ -37,6 +37,7 @@ class Exchange:
     sums_sequence: Tensor  # int32 [MOST_ROWS]
     choice_sequence: Tensor
     failed: Tensor  # int32 [1]: a peer did not come in time
+    keep: object = None  # what the inboxes' memory belongs to
 
     @property
     def sums_flags_at(self) -> int:
@@ -62,11 +63,11 @@ class Exchange:
         return cls.over(torch.zeros(1, dtype=torch.int64, device=device), 1, 0, width)
 
     @classmethod
-    def over(cls, inboxes: Tensor, ranks: int, rank: int, width: int) -> "Exchange":
+    def over(cls, inboxes: Tensor, ranks: int, rank: int, width: int, keep: object = None) -> "Exchange":
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=inboxes.device)
 
-        return cls(ranks, rank, width, inboxes, zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(1))
+        return cls(ranks, rank, width, inboxes, zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(1), keep)
 
 
 def finish_half(

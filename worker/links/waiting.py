@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from .errors import CollectiveTimeoutError, LinkFailedError
 
 SPINS = 2000  # reads of a flag before giving the core away: about 60 µs
@@ -62,8 +64,13 @@ def wait_for(work: Any, timeout_seconds: float, what: str) -> None:
 
     Raises CollectiveTimeoutError or LinkFailedError; the backend's own words follow `what`.
     """
-    if work is not None:  # torch hands out no handle where this rank has no part
-        with named_errors(what):
+    if work is None:  # torch hands out no handle where this rank has no part
+        return
+    with named_errors(what):
+        if dist.get_backend() == "nccl":
+            # With a timeout NCCL's wait would hold the host until the end; the group's own timeout bounds it as well.
+            work.wait()
+        else:
             work.wait(timedelta(seconds=timeout_seconds))
 
 

@@ -34,7 +34,9 @@ class DeviceDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, kv, stage_of_layer, dtype, device, all_reduce)
         self.embedding = embedding
-        self.fused = fits_kernels(spec, kv_format)
+        self.fused = fits_kernels(spec, kv_format) and all(
+            part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
+        )
 
     @property
     def weights(self) -> Weights:
