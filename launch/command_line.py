@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import config, inspect, logits, perplexity, run, tokenize
+from .commands import config, doctor, inspect, logits, perplexity, run, tokenize
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -31,6 +31,7 @@ app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("config", epilog=config.EXAMPLES)(config.config)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

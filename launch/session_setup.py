@@ -88,7 +88,7 @@ def open_session(
         layer_shares=settings.layer_shares,
         tensor_shares=settings.tensor_shares,
     )
-    _check_kv_format(spec, settings.kv_format)
+    check_kv_format(spec, settings.kv_format)
     started = monotonic()
     with local_cluster(
         workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
@@ -125,7 +125,7 @@ def _told_devices(devices: Sequence[str]) -> str:
     return ", ".join(f"rank {rank} on {device}" for rank, device in enumerate(devices))
 
 
-def _check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
+def check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
     """`InputError` where a type's blocks do not fill a head's row."""
     if kv_format is None:
         return
