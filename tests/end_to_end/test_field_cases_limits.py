@@ -1,4 +1,4 @@
-"""F34: how many tokens are written. None: to the context's end; 0: none; else exactly so many or what the context holds."""
+"""F34: how many tokens are written. None: to the context's end; 0: none; else so many, or what the context holds."""
 
 from collections.abc import Callable
 from pathlib import Path
