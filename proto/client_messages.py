@@ -50,7 +50,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankStatus(Struct, frozen=True):
-    """One worker. Bytes as it last reported them; `last_tick` as its heartbeat told."""
+    """One worker. Bytes as it last reported them, at most a second ago."""
 
     rank: int
     host: str
@@ -58,7 +58,6 @@ class RankStatus(Struct, frozen=True):
     device: str
     first_layer: int  # of its stage
     end_layer: int
-    last_tick: int
     kv_slots: int
     free_kv_slots: int
     planned_bytes: int
@@ -128,6 +127,7 @@ class Generate(Request, frozen=True):
     decode: Layout | None = None
     chunk: str = "auto"
     verify_shift: bool = False
+    tools: tuple[dict[str, Any], ...] | None = None  # for the chat template
     template_options: dict[str, Any] = {}
     conversation: str | None = None
     stream: bool = True

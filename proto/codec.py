@@ -15,11 +15,19 @@ MAX_REQUEST_BYTES = 8 << 20  # a client's message; what is longer is answered by
 
 T = TypeVar("T")
 
+
+class _CallOnly(msgspec.Struct):
+    """Of a request that cannot be taken: whom to tell."""
+
+    call: int
+
+
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(AnyCommand)
 _report_decoder = msgspec.msgpack.Decoder(AnyReport)
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)
 _reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+_call_decoder = msgspec.msgpack.Decoder(_CallOnly)
 
 
 def encode(message: AnyCommand | AnyReport | AnyRequest | AnyReply) -> bytes:
@@ -40,6 +48,14 @@ def decode_report(frame: bytes) -> AnyReport:
 def decode_request(frame: bytes) -> AnyRequest:
     """A client's request, or a `ProtocolError` that says what was wrong with the frame."""
     return _decode(_request_decoder, frame, MAX_REQUEST_BYTES)
+
+
+def call_of(frame: bytes) -> int | None:
+    """The call number of a request that could not be decoded, where at least that can be read."""
+    try:
+        return _decode(_call_decoder, frame, MAX_REQUEST_BYTES).call
+    except ProtocolError:
+        return None
 
 
 def decode_reply(frame: bytes) -> AnyReply:

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..client_messages import AnyReply, AnyRequest
-from ..codec import decode_reply, decode_report, decode_request, encode
+from ..codec import call_of, decode_reply, decode_report, decode_request, encode
 from ..commands import Redirect, Refuse
 from ..errors import GearshiftError, ProtocolError
 from ..keys import KeyPair
@@ -54,6 +54,7 @@ class Knock:
     peer: ClientPeer
     request: AnyRequest | None = None
     fault: str = ""
+    call: int | None = None  # of a faulty request, where it can be read
     hello: Hello | None = None
 
 
@@ -81,6 +82,13 @@ class ClientListener(Channel):
     def pollable(self) -> "tuple[zmq.Socket[bytes], ...]":
         """Sockets that are readable when `receive` or `take_disconnects` has something."""
         return self._socket, self._disconnects
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until a client has said something, or a connection broke; at most `timeout_seconds`."""
+        poller = zmq.Poller()
+        for socket in self.pollable:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, round(timeout_seconds * 1000)))
 
     def receive(self) -> Knock | None:
         """The next message of any client, None when there is none now. Never raises over what a client sent."""
@@ -190,4 +198,4 @@ def _knock(peer: ClientPeer, frames: list[bytes]) -> Knock:
             raise ProtocolError(f"a client's message has 1 frame, not {len(frames)}")
         return Knock(peer, decode_request(frames[0]))
     except ProtocolError as error:
-        return Knock(peer, fault=str(error))
+        return Knock(peer, fault=str(error), call=call_of(frames[0]) if len(frames) == 1 else None)
