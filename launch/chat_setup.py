@@ -1,13 +1,14 @@
 """What `chat` and `run --chat` take from their flags: the first messages, the template and its options."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..proto.errors import InputError
 from .inputs import read_json, read_text
+from .prompts import PromptText, PromptTokens
 
 if TYPE_CHECKING:
     from ..coordinator.chat.format import ChatFormat
@@ -43,6 +44,21 @@ def first_messages(system: str | None, file: str | None) -> "list[Message]":
     if messages and messages[0]["role"] == "system":
         raise InputError(f"--system was given, and {file} begins with a system message too")
     return [*read_messages([{"role": "system", "content": system}], "--system"), *messages]
+
+
+def chat_tokens(
+    prompt: PromptText | PromptTokens,
+    opened: "Opened",
+    system: str | None,
+    template: str | None,
+    options: Mapping[str, object],
+) -> tuple[int, ...]:
+    """A prompt as one user message, written by the chat template."""
+    if isinstance(prompt, PromptTokens):
+        raise InputError("--chat takes text, by --prompt or --file: token ids are a prompt as it stands")
+    messages = [*first_messages(system, None), {"role": "user", "content": prompt.text}]
+    with open_format(opened, template) as chat_format:
+        return chat_format.prompt(messages, options=options).ids
 
 
 def parse_template_options(words: Sequence[str]) -> dict[str, object]:

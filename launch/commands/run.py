@@ -3,8 +3,9 @@
 import json
 from typing import TYPE_CHECKING
 
-from ...proto.errors import RequestFailedError
+from ...proto.errors import InputError, RequestFailedError
 from .. import flags
+from ..chat_setup import chat_tokens, parse_template_options
 from ..console import busy, note, stderr_console, warn
 from ..options import group_settings, layout_settings
 from ..prompts import prompt_tokens, read_prompt
@@ -23,6 +24,8 @@ gearshift run model.gguf -f prompt.txt --temperature 0 --prefill layer --decode 
 
 gearshift run model-00001-of-00003.gguf --tokens-file ids.json -n 16 --json
 
+gearshift run demo --chat --system "Answer in one word." -p "What is the capital of France?"
+
 gearshift run demo --workers 3 --chunk 64,64,32 --layer-split 8,20 --verify-shift -p "Once upon a time" -n 20
 """
 
@@ -35,6 +38,10 @@ def run(
     max_tokens: flags.MaxTokens = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    chat: flags.Chat = False,
+    system: flags.System = None,
+    template: flags.ChatTemplate = None,
+    template_option: flags.TemplateOption = None,
     workers: flags.Workers = None,
     device: flags.DeviceFlag = None,
     threads: flags.Threads = None,
@@ -85,6 +92,9 @@ def run(
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)
+    options = parse_template_options(template_option or ())
+    if not chat and (system is not None or template is not None or options):
+        raise InputError("--system, --template and --template-option belong to --chat")
     opened = open_model(model)
     sampling = choose_sampling(
         opened.files.metadata,
@@ -103,7 +113,10 @@ def run(
         logprobs=logprobs,
     )
     validate(sampling.parameters, opened.spec.vocab)
-    tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
+    if chat:
+        tokens = chat_tokens(source, opened, system, template, options)
+    else:
+        tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     chosen = current_settings({"context": context, "verify_shift": verify_shift})
     context_tokens = choose_context(
         chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
