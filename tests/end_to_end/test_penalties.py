@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from gearshift.coordinator.driver import Driver
@@ -20,10 +21,10 @@ TEXT = "The river rose. The river rose again, and the bridge over the river was"
 LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
 
 
-def penalised_logits(driver: Driver, history: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def penalised_logits(driver: Driver, history: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """What the sampler should choose from after `history`, by hand: a token seen loses a part of its logit."""
     rows, _ = collect_logits(driver, history, len(history), Layout.LAYER, Layout.LAYER)
-    logits = rows[-1].astype(np.float64)
+    logits: npt.NDArray[np.float64] = rows[-1].astype(np.float64)
     seen = sorted(set(history))
     logits[seen] = np.where(logits[seen] > 0, logits[seen] / PENALTY, logits[seen] * PENALTY)
     return logits
