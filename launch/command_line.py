@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import chat, config, doctor, inspect, logits, perplexity, run, tokenize
+from .commands import chat, config, coordinator, doctor, inspect, keys, logits, perplexity, run, tokenize
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -31,6 +31,8 @@ app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("coordinator", epilog=coordinator.EXAMPLES)(coordinator.coordinator)
+app.command("keys", epilog=keys.EXAMPLES)(keys.keys)
 app.command("config", epilog=config.EXAMPLES)(config.config)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 

@@ -22,6 +22,19 @@ Model = Annotated[
     ),
 ]
 
+KeyFile = Annotated[
+    str | None,
+    typer.Option("--key-file", metavar="FILE", help="The group's keys (made by `gearshift keys`)."),
+]
+Connect = Annotated[
+    str | None,
+    typer.Option(
+        "--connect",
+        metavar="tcp://HOST:PORT",
+        help="Use a running `gearshift coordinator` instead of a MODEL of one's own.",
+    ),
+]
+
 Workers = Annotated[
     int | None,
     typer.Option(

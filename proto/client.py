@@ -273,7 +273,7 @@ class AsyncClient:
         self._wire.call(build, put)
         try:
             return _reply(await asyncio.wait_for(news.get(), CALL_SECONDS))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise self._wire.silence(CALL_SECONDS) from None
 
 

@@ -181,6 +181,6 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift | CommitShift
-    | AbandonShift | HashKv | ReportMemory | Shutdown
+    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift
+    | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
 )

@@ -33,7 +33,14 @@ from ...proto.client_messages import (
     StatusReported,
 )
 from ...proto.codec import PROTOCOL_VERSION
-from ...proto.errors import BusyError, DoesNotFitError, InputError, LayoutRefusedError, ProtocolError, StaleError
+from ...proto.errors import (
+    BusyError,
+    DoesNotFitError,
+    InputError,
+    LayoutRefusedError,
+    ProtocolError,
+    StaleError,
+)
 from ...proto.ids import Layout, RequestId
 from ...proto.reports import MemoryReported
 from ..chunk_plan import parse_chunk_rule

@@ -4,7 +4,7 @@
 """
 
 from .base import Pollable, generate_keys, is_loopback, split_address
-from .clients import ClientChannel, ClientListener, ClientPeer, Knock, ServerLostError, Sent
+from .clients import ClientChannel, ClientListener, ClientPeer, Knock, Sent, ServerLostError
 from .workers import (
     ConnectionWatch,
     CoordinatorChannel,

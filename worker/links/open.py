@@ -47,8 +47,8 @@ def open_links(
     """Join the other ranks; collective: all ranks open at the same time, with the same `group`.
 
     The meeting point comes from the environment torchrun's agent sets (MASTER_ADDR, MASTER_PORT, ...). `group` is the
-    launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host. `coordinator`: its
-    address; where ranks are on several hosts, the interface that leads there is the data's too.
+    launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host. `coordinator`:
+    its address; where ranks are on several hosts, the interface that leads there is the data's too.
     Raises CollectiveTimeoutError or LinkFailedError, as every later wait does after `timeout_seconds`.
     """
     if world_size == 1:
