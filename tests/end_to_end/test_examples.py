@@ -1,8 +1,14 @@
 """Every script in examples/ runs as its first lines say, in a folder of its own."""
 
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,6 +49,42 @@ def test_plan_workers_needs_no_worker(tmp_path: Path, smollm2_path: Path) -> Non
     lines = run(tmp_path, "plan_workers.py", smollm2_path, "--most", "3").splitlines()
     assert lines[0].endswith("30 layers")
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "3"]
+
+
+@contextmanager
+def coordinator(*words: str | Path) -> Iterator[str]:
+    """A group that serves clients on a port of its own; gives its address."""
+    program = [sys.executable, "-c", "from gearshift.launch.command_line import main; main()"]
+    command = [*program, "coordinator", *map(str, words), "--listen", "tcp://127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            yield listening_at(process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+
+
+def listening_at(process: "subprocess.Popen[bytes]") -> str:
+    assert process.stderr is not None
+    told, deadline = b"", time.monotonic() + TIMEOUT_SECONDS
+    while (found := re.search(rb"listening at (tcp://\S+)\n", told)) is None:
+        assert select.select([process.stderr], [], [], deadline - time.monotonic())[0], told.decode()
+        piece = os.read(process.stderr.fileno(), 4096)
+        assert piece, told.decode()
+        told += piece
+    return found[1].decode()
+
+
+def test_remote_client_is_answered_by_a_running_group(tmp_path: Path, smollm2_path: Path) -> None:
+    with coordinator(smollm2_path, "--workers", "2", "--threads", "1", "-c", "128", "--compute-type", "f32") as address:
+        lines = run(tmp_path, "remote_client.py", address).splitlines()
+    assert lines[0].endswith("on 2 workers, serving")
+    answers = dict(line.split("|") for line in lines[-4:])
+    assert answers["The capital of France is"].startswith("' Paris.")
+    assert all(answer.endswith("(6 tokens, length)") for answer in answers.values())
 
 
 def test_every_example_is_run_here() -> None:
