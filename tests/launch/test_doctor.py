@@ -1,6 +1,7 @@
 """`gearshift doctor`: what it says of machines it is told of, and of the one it runs on."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -243,6 +244,14 @@ def test_a_model_that_fits_only_in_bf16_or_with_less_context(
     assert less.verdict == "problem"
     assert less.advice == "--context 640 or less"
     assert fits(300).advice.startswith("more --workers")
+
+
+def test_doctor_leaves_torch_to_the_probe() -> None:
+    code = (
+        "import sys; from gearshift.launch.command_line import run_command; run_command(['doctor', 'demo', '--json']);"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
 def test_doctor_reads_this_machine(
