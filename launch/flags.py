@@ -22,6 +22,14 @@ Model = Annotated[
     ),
 ]
 
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A GGUF file, a folder with one, a name in `model_folders` (see `gearshift config`), or `demo`.",
+        show_default=False,
+    ),
+]
 KeyFile = Annotated[
     str | None,
     typer.Option("--key-file", metavar="FILE", help="The group's keys (made by `gearshift keys`)."),

@@ -38,7 +38,7 @@ class ClientWire:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._to_send: deque[AnyRequest] = deque()
-        self._inboxes: dict[int, tuple[Inbox, bool]] = {}  # by call: whom to tell, and whether it goes on after Accepted
+        self._inboxes: dict[int, tuple[Inbox, bool]] = {}  # by call; whether it goes on after `Accepted`
         self._failure: GearshiftError | None = None
         self._closing = False
         self._wake_end, self._waker_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""From a `Generate` message to a request of the driver: prompt, sampling, layouts. Raises `InputError` and its kinds."""
+"""From a `Generate` message to a request of the driver: prompt, sampling, layouts. Raises `InputError`s."""
 
 import secrets
 

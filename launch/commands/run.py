@@ -26,12 +26,14 @@ gearshift run model-00001-of-00003.gguf --tokens-file ids.json -n 16 --json
 
 gearshift run demo --chat --system "Answer in one word." -p "What is the capital of France?"
 
+gearshift run --connect tcp://127.0.0.1:5555 -p "The capital of France is" -n 40
+
 gearshift run demo --workers 3 --chunk 64,64,32 --layer-split 8,20 --verify-shift -p "Once upon a time" -n 20
 """
 
 
 def run(
-    model: flags.Model,
+    model: flags.OptionalModel = None,
     prompt: flags.Prompt = None,
     file: flags.PromptFile = None,
     tokens_file: flags.TokensFile = None,
@@ -68,6 +70,8 @@ def run(
     seed: flags.Seed = None,
     logprobs: flags.Logprobs = flags.DEFAULTS.logprobs,
     as_json: flags.Json = False,
+    connect: flags.Connect = None,
+    key_file: flags.KeyFile = None,
 ) -> None:
     """Answer a prompt: it is read in one layout, the answer written in another, with a shift between.
 
@@ -78,6 +82,35 @@ def run(
     from ...proto.sampling import validate
     from ..session_setup import choose_context, open_model, open_session
 
+    sampling_flags = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "repeat_last_n": repeat_last_n,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    if connect is not None:
+        from ..connect import RemoteRun, run_remotely
+
+        group_flags = {
+            "MODEL": model, "--workers": workers, "--device": device, "--threads": threads, "--max-chunk": max_chunk,
+            "--context": context, "--layer-split": layer_split, "--layer-share": layer_share,
+            "--tensor-share": tensor_share, "--compute-type": compute_type, "--kv-type": kv_type,
+            "--template": template,
+        }  # fmt: skip
+        remote = RemoteRun(
+            connect, key_file, read_prompt(prompt, file, tokens_file), max_tokens, tuple(stop or ()), ignore_eos,
+            chat, system, parse_template_options(template_option or ()), tuple(logit_bias or ()), logprobs, as_json,
+        )  # fmt: skip
+        layout_flags = {"prefill": prefill, "decode": decode, "chunk": chunk, "verify_shift": verify_shift}
+        run_remotely(remote, {**sampling_flags, **layout_flags}, group_flags)
+        return
+    if model is None or key_file is not None:
+        raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(
         workers=workers,
         device=device,
@@ -98,17 +131,7 @@ def run(
     opened = open_model(model)
     sampling = choose_sampling(
         opened.files.metadata,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repeat_penalty": repeat_penalty,
-            "repeat_last_n": repeat_last_n,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        },
+        sampling_flags,
         logit_bias=logit_bias or (),
         logprobs=logprobs,
     )

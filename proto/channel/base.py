@@ -1,4 +1,4 @@
-"""What every socket has: a context of its own, bounded queues and linger, keep-alives, and CURVE where keys are given."""
+"""What every socket has: a context of its own, bounded queues and linger, keep-alives, and CURVE with keys."""
 
 from ipaddress import ip_address
 from types import TracebackType
@@ -11,6 +11,13 @@ from ..errors import InputError
 from ..keys import KeyPair
 
 LINGER_SECONDS = 1.0  # how long closing waits for messages still on their way out
+CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_DOMAIN = "gearshift"  # of the authenticator: one key file, one domain
 _EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")
 
 
@@ -98,11 +105,11 @@ class Channel:
         """CURVE, and nobody gets in who does not hold the same key file: not even one who knows our public key."""
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", _OneKey(keys.public))
+        self._guard.configure_curve_callback(_DOMAIN, _OneKey(keys.public))
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
         self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, "gearshift")
+        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
 
 
 class _OneKey:

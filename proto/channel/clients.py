@@ -18,7 +18,7 @@ from ..commands import Redirect, Refuse
 from ..errors import GearshiftError, ProtocolError
 from ..keys import KeyPair
 from ..reports import Hello
-from .base import Channel
+from .base import CONNECTION_EVENTS, Channel
 
 QUEUED_REPLIES = 256  # in zmq, a client; more wait in the coordinator's own bounded outbox
 QUEUED_REQUESTS = 8  # in zmq, a client: a frame may be large, and a client that floods waits by itself
@@ -134,8 +134,8 @@ class ClientChannel(Channel):
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)  # milliseconds
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
         _watch_silence(self._socket)
-        lost = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._events = self._socket.get_monitor_socket(lost)
+        self._events = self._socket.get_monitor_socket(CONNECTION_EVENTS)
+        self._stood = False
         self.address = ""
 
     @classmethod
@@ -175,11 +175,15 @@ class ClientChannel(Channel):
             if len(frames) != 1:
                 raise ProtocolError(f"a reply has 1 frame, not {len(frames)}")
             return decode_reply(frames[0])
-        if self._events.poll(0):
-            event = recv_monitor_message(self._events)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
+        while self._events.poll(0):
+            if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood = True
+            elif self._stood:
                 raise ServerLostError(f"the connection to the coordinator at {self.address} broke")
-            raise ServerLostError(f"the coordinator at {self.address} refused the keys, or the lack of them")
+            else:
+                raise ServerLostError(
+                    f"what listens at {self.address} refused the connection: is the key file the coordinator's?"
+                )
         return None
 
 

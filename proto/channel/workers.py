@@ -22,7 +22,7 @@ from ..errors import ProtocolError
 from ..ids import Rank
 from ..keys import KeyPair
 from ..reports import AnyReport
-from .base import Channel, Pollable
+from .base import CONNECTION_EVENTS, Channel, Pollable
 
 SEND_TIMEOUT_SECONDS = 5.0  # how long a send waits for room in the queue of a peer that does not read
 QUEUED_MESSAGES = 10_000  # a peer and direction; ticks are credited, so a healthy peer never comes near
@@ -202,7 +202,7 @@ class WorkerChannel(Channel):
 
     def watch_connection(self) -> "ConnectionWatch":
         """A watch for another thread to tell when the coordinator is gone. Close it before the channel."""
-        return ConnectionWatch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        return ConnectionWatch(self._socket.get_monitor_socket(CONNECTION_EVENTS))
 
     def receive(self, timeout_seconds: float) -> AnyCommand | None:
         """The next command, or None after `timeout_seconds`. Raises `ProtocolError` on a bad or lost frame."""
@@ -230,13 +230,16 @@ class ConnectionWatch:
 
     def __init__(self, events: "zmq.Socket[bytes]") -> None:
         self._events = events
+        self.stood = False  # the other side took the connection, keys and all
 
     def is_lost(self, timeout_seconds: float) -> bool:
-        """True as soon as the connection breaks; False after `timeout_seconds` without that."""
+        """True as soon as the connection breaks; False after `timeout_seconds` without that, or when it stands."""
         if not self._events.poll(max(0, round(timeout_seconds * 1000))):
             return False
-        event = recv_monitor_message(self._events)
-        return bool(event["event"] == zmq.EVENT_DISCONNECTED)
+        if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.stood = True
+            return False
+        return True
 
     def close(self) -> None:
         self._events.close(linger=0)
