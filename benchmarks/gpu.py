@@ -22,10 +22,17 @@ from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters
 
 # The peer on two H200: its better build, micro-batch and layout of each figure; tokens per second.
-PEER = {("8b", "prompt 2048"): 15786, ("8b", "prompt 8192"): 16627, ("8b", "decode"): 300, ("8b", "decode at 16384"): 245}
+PEER = {
+    ("8b", "prompt 2048"): 15786,
+    ("8b", "prompt 8192"): 16627,
+    ("8b", "decode"): 300,
+    ("8b", "decode at 16384"): 245,
+}
 
 
-def run_once(driver: Driver, prompt: int, answer: int, prefill: Layout, decode: Layout, rule: ChunkRule) -> dict[str, float]:
+def run_once(
+    driver: Driver, prompt: int, answer: int, prefill: Layout, decode: Layout, rule: ChunkRule
+) -> dict[str, float]:
     """Seconds to the first token, seconds a token after it, and the shift's exposed seconds."""
     ids = np.random.default_rng(prompt + answer).integers(300, 30000, prompt).tolist()
     greedy = SamplingParameters(temperature=0.0)
@@ -74,23 +81,53 @@ def main() -> None:
         driver = Driver(cluster, spec, place(spec, options.workers), settings)
         begun = time.perf_counter()
         loaded = driver.load()
-        print(json.dumps({"load_s": round(time.perf_counter() - begun, 2), "weight_bytes": loaded.weight_bytes}), flush=True)
+        print(
+            json.dumps(
+                {"load_s": round(time.perf_counter() - begun, 2), "weight_bytes": loaded.weight_bytes}
+            ),
+            flush=True,
+        )
         if options.workers > 1 and not options.chunk:
             begun = time.perf_counter()
             costs = driver.measure_costs()
-            print(json.dumps({"measure_s": round(time.perf_counter() - begun, 2), "costs": str(costs)[:600]}), flush=True)
-        layouts = [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.TENSOR)] if options.workers > 1 else [(Layout.LAYER, Layout.LAYER)]
+            print(
+                json.dumps({"measure_s": round(time.perf_counter() - begun, 2), "costs": str(costs)[:600]}),
+                flush=True,
+            )
+        layouts = (
+            [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.TENSOR)]
+            if options.workers > 1
+            else [(Layout.LAYER, Layout.LAYER)]
+        )
         for prefill, decode in layouts:
             for prompt in prompts:
-                runs = [run_once(driver, prompt, 1, prefill, decode, rule) for _ in range(1 + options.rounds)][1:]
+                runs = [
+                    run_once(driver, prompt, 1, prefill, decode, rule) for _ in range(1 + options.rounds)
+                ][1:]
                 show(f"prompt {prompt}, {prefill}", [prompt / run["first"] for run in runs])
         prefill, decode = layouts[0]
-        for depth, name in ((64, "decode"), *(((options.deep, f"decode at {options.deep}"),) if options.deep else ())):
-            runs = [run_once(driver, depth, options.answer, prefill, decode, rule) for _ in range(1 + options.rounds)][1:]
-            show(f"{name}, {decode}", [1 / run["a_token"] for run in runs], exposed_ms=[round(run.get("exposed_ms", 0), 2) for run in runs])
+        for depth, name in (
+            (64, "decode"),
+            *(((options.deep, f"decode at {options.deep}"),) if options.deep else ()),
+        ):
+            runs = [
+                run_once(driver, depth, options.answer, prefill, decode, rule)
+                for _ in range(1 + options.rounds)
+            ][1:]
+            show(
+                f"{name}, {decode}",
+                [1 / run["a_token"] for run in runs],
+                exposed_ms=[round(run.get("exposed_ms", 0), 2) for run in runs],
+            )
         if options.workers > 1:
-            runs = [run_once(driver, prompts[-1], 8, prefill, decode, rule) for _ in range(1 + options.rounds)][1:]
-            show(f"shift after {prompts[-1]}, exposed ms", [run["exposed_ms"] for run in runs], shift_ms=[round(run["shift_ms"], 2) for run in runs])
+            runs = [
+                run_once(driver, prompts[-1], 8, prefill, decode, rule) for _ in range(1 + options.rounds)
+            ][1:]
+            show(
+                f"shift after {prompts[-1]}, exposed ms",
+                [run["exposed_ms"] for run in runs],
+                shift_ms=[round(run["shift_ms"], 2) for run in runs],
+            )
         driver.shutdown()
 
 

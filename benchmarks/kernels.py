@@ -49,12 +49,17 @@ def some_planes(rows: int, columns: int, type_name: str) -> list[Planes]:
     first = from_gguf(type_name, raw)
     copies = max(1, min(64, ROTATED_BYTES // first.byte_count))
     return [first] + [
-        Planes(first.format, rows, columns, *[p.clone() for p in (first.codes, first.high, first.scales, first.supers)])
+        Planes(
+            first.format,
+            rows,
+            columns,
+            *[p.clone() for p in (first.codes, first.high, first.scales, first.supers)],
+        )
         for _ in range(copies - 1)
     ]
 
 
-def quant_type(name: str):  # noqa: ANN201
+def quant_type(name: str) -> object:
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType[name]
@@ -71,7 +76,9 @@ def measure(rows: int, columns: int, type_name: str, batch: int, all_tiles: bool
         if not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
             continue
         quant_ops._multiply(copies[0], x, out, tile)
-        times[tile] = graph_microseconds([lambda p=p, t=tile: quant_ops._multiply(p, x, out, t) for p in copies])
+        times[tile] = graph_microseconds(
+            [lambda p=p, t=tile: quant_ops._multiply(p, x, out, t) for p in copies]
+        )
     best = min(times, key=lambda tile: times[tile])
     return {
         "matrix": [rows, columns, type_name], "batch": batch, "us": round(times[best], 2), "tile": best,
@@ -85,7 +92,11 @@ def measure_expand(rows: int, columns: int, type_name: str) -> dict[str, object]
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
     quant_ops.expand(copies[0], out)
     us = graph_microseconds([lambda p=p: quant_ops.expand(p, out) for p in copies])
-    return {"expand": [rows, columns, type_name], "us": round(us, 1), "GB/s": round((copies[0].byte_count + out.nbytes) / us / 1e3)}
+    return {
+        "expand": [rows, columns, type_name],
+        "us": round(us, 1),
+        "GB/s": round((copies[0].byte_count + out.nbytes) / us / 1e3),
+    }
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
 """The group of workers as the coordinator sees it: who is in it, who says what, and who failed first."""
 
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError
+from .. import __version__
+from ..proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError, Pollable
 from ..proto.codec import PROTOCOL_VERSION
-from ..proto.commands import AnyCommand, Shutdown, Welcome
+from ..proto.commands import AnyCommand, OpenLinks, Shutdown, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerFailedError, WorkerLostError
 from ..proto.ids import Rank
 from ..proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
@@ -16,6 +18,7 @@ JOIN_TIMEOUT_SECONDS = 60.0
 STRAGGLER_SECONDS = 8.0  # once one rank has joined, the others have this long, or as long as that one took
 # DESIGN gives a hang 15 s until no process is left: 10 to notice, 5 to end everything.
 SILENCE_SECONDS = 10.0
+MOST_REFUSED_TOLD = 16
 _EVIDENCE_SECONDS = 0.5  # at the first sign of trouble: how long to listen for what came before it
 _ATTENTION_SECONDS = 2.0  # a pause of ours longer than this must not count as silence of the workers
 _SLICE_SECONDS = 0.25
@@ -93,6 +96,7 @@ class Cluster:
         self._heard_at: dict[Rank, float] = {}
         self._looked_at = clock()
         self._progress: dict[Rank, int] = {}
+        self._refused: dict[str, None] = {}  # whom, and why; in order, each once
         self._first_failed: WorkerFailed | None = None
         self._failure: GearshiftError | None = None
 
@@ -105,10 +109,12 @@ class Cluster:
         """The last tick this rank's heartbeat called finished; -1 before the first."""
         return self._progress.get(rank, -1)
 
-    def join(self) -> None:
-        """Wait until every rank has said a good `Hello`. Raises `WorkerLostError` naming the absent ranks.
+    def join(self, meanwhile: Callable[[], None] | None = None, beside: Sequence[Pollable] = ()) -> None:
+        """Wait until every rank has said a good `Hello`, then let them meet each other.
 
-        Where the ranks were started together (there is a watch), one that lags far behind the first does not come.
+        Raises `WorkerLostError` naming the absent ranks, and those that were refused. Where the ranks were started
+        together (there is a watch), one that lags far behind the first does not come. `meanwhile` is called again and
+        again, at once when `beside` has something.
         """
         started = self._clock()
         patience = self._join_timeout_seconds
@@ -117,11 +123,24 @@ class Cluster:
             waited = self._clock() - started
             if waited >= patience:
                 raise self._fail(WorkerLostError(self._absence(patience)))
-            self._next(min(_SLICE_SECONDS, patience - waited))
+            if meanwhile is None:
+                self._next(min(_SLICE_SECONDS, patience - waited))
+            else:
+                self.wait(min(_SLICE_SECONDS, patience - waited), beside)
+                meanwhile()
+                self._next(0.0)
             if self._hellos and not first_came and self._watch is not None:
                 first_came = True
                 took = self._clock() - started
                 patience = min(patience, took + max(STRAGGLER_SECONDS, took))
+        self._refused.clear()
+        hosts = tuple(hello.host_identity or hello.host for hello in self.hellos)
+        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts))
+
+    def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None:
+        """Until a worker has said something, or one of `beside` has something; at most `timeout_seconds`."""
+        wake = () if self._watch is None else (self._watch.fileno(),)
+        self._channel.wait(timeout_seconds, wake, beside)
 
     def broadcast(self, command: AnyCommand) -> None:
         """Queue a command for every rank, in rank order."""
@@ -200,6 +219,8 @@ class Cluster:
         hello = incoming.report
         reason = self._objection(hello) if isinstance(hello, Hello) else "the first message must be Hello"
         if reason or not isinstance(hello, Hello):
+            if isinstance(hello, Hello) and len(self._refused) < MOST_REFUSED_TOLD:
+                self._refused[f"a worker on {hello.host} (pid {hello.pid}) as rank {hello.rank}: {reason}"] = None
             self._channel.refuse(incoming.peer, reason)
             return
         self._channel.admit(incoming.peer, hello.rank)
@@ -219,6 +240,23 @@ class Cluster:
             return f"there is no rank {hello.rank} in a group of {self.ranks}"
         if (other := self._hellos.get(hello.rank)) is not None:
             return f"rank {hello.rank} has already joined (pid {other.pid} on {other.host})"
+        if hello.version != __version__:
+            return f"this coordinator is gearshift {__version__}, rank {hello.rank} is {hello.version or 'unknown'}"
+        return self._difference(hello)
+
+    def _difference(self, hello: Hello) -> str:
+        """What this rank has otherwise than those that joined before it; empty when it is alike."""
+        for other in self._hellos.values():
+            if hello.torch_version != other.torch_version:
+                return (
+                    f"rank {hello.rank} runs torch {hello.torch_version}, "
+                    f"rank {other.rank} (on {other.host}) torch {other.torch_version}"
+                )
+            if hello.option_digest != other.option_digest:
+                return (
+                    f"rank {hello.rank} (device {hello.device}) was started with other options than "
+                    f"rank {other.rank} (device {other.device}, on {other.host}): --device must lead to one kind"
+                )
         return ""
 
     def _forgive_own_pause(self) -> None:
@@ -268,6 +306,8 @@ class Cluster:
         return f"rank {absent} did not join within {waited_seconds:.3g} s (of {self.ranks} ranks)"
 
     def _fail(self, error: GearshiftError) -> GearshiftError:
+        if self._failure is None and self._refused and isinstance(error, WorkerLostError):
+            error = WorkerLostError(f"{error}; refused before: {'; '.join(self._refused)}")
         self._failure = self._failure or error
         return self._failure
 

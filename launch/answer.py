@@ -10,11 +10,15 @@ from ..proto.reports import SampledToken
 
 
 def follow(
-    driver: Driver, request: GenerationRequest, stream: TextStream, show: Callable[[str], None]
+    driver: Driver,
+    request: GenerationRequest,
+    stream: TextStream,
+    show: Callable[[str], None],
+    interrupted: Callable[[], bool] | None = None,
 ) -> tuple[str, GenerationResult]:
     """The whole text and the request's story. `show` gets each piece as soon as it is certain, never an empty one.
 
-    A stop string that `stream` finds ends the answer.
+    A stop string that `stream` finds ends the answer, and so does `interrupted`, asked a few times a second.
     """
     pieces: list[str] = []
 
@@ -28,7 +32,7 @@ def follow(
             take(stream.feed(token.token))
         return stream.stopped
 
-    for event in generate(driver, request, should_stop):
+    for event in generate(driver, request, should_stop, interrupted):
         if isinstance(event, FinishedEvent):
             take(stream.finish())
             return "".join(pieces), event.result

@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import config, inspect, logits, perplexity, run, tokenize
+from .commands import chat, config, coordinator, doctor, inspect, keys, logits, perplexity, run, tokenize
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -26,11 +26,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
 app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("coordinator", epilog=coordinator.EXAMPLES)(coordinator.coordinator)
+app.command("keys", epilog=keys.EXAMPLES)(keys.keys)
 app.command("config", epilog=config.EXAMPLES)(config.config)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

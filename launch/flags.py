@@ -22,6 +22,27 @@ Model = Annotated[
     ),
 ]
 
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A GGUF file, a folder with one, a name in `model_folders` (see `gearshift config`), or `demo`.",
+        show_default=False,
+    ),
+]
+KeyFile = Annotated[
+    str | None,
+    typer.Option("--key-file", metavar="FILE", help="The group's keys (made by `gearshift keys`)."),
+]
+Connect = Annotated[
+    str | None,
+    typer.Option(
+        "--connect",
+        metavar="tcp://HOST:PORT",
+        help="Use a running `gearshift coordinator` instead of a MODEL of one's own.",
+    ),
+]
+
 Workers = Annotated[
     int | None,
     typer.Option(
@@ -229,4 +250,44 @@ VerifyShift = Annotated[
 Json = Annotated[
     bool,
     typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),
+]
+
+CHAT = "Chat"
+
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="A system message before all others.", rich_help_panel=CHAT),
+]
+MessagesFile = Annotated[
+    str | None,
+    typer.Option(
+        "--messages",
+        metavar="FILE.json",
+        help="A JSON list of messages to go on from; `-` is standard input.",
+        rich_help_panel=CHAT,
+    ),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        metavar="NAME|FILE",
+        help="One of the model file's named chat templates, or a file with one.",
+        rich_help_panel=CHAT,
+    ),
+]
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-option",
+        metavar="NAME=VALUE",
+        help="A variable of the template, as JSON or text: enable_thinking=false; repeatable.",
+        rich_help_panel=CHAT,
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="The prompt is a user's message, written by the chat template.", rich_help_panel=CHAT
+    ),
 ]

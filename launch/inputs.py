@@ -31,6 +31,14 @@ def read_token_list(path: str) -> list[object]:
     return values
 
 
+def read_json(path: str) -> object:
+    """The value of a JSON file."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+
+
 def _read_bytes(path: str) -> bytes:
     try:
         if path == "-":

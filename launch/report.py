@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..coordinator.generation import GenerationResult, PrefillResult, ShiftResult
-from ..proto.placement.plan import Placement
+from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 
 if TYPE_CHECKING:
@@ -14,10 +14,17 @@ if TYPE_CHECKING:
 MEBIBYTE = 2**20
 
 
+class Staged(Protocol):
+    """A placement, as far as the layers of each rank's stage go."""
+
+    @property
+    def stages(self) -> Sequence[LayerRange]: ...
+
+
 def run_facts(
     text: str,
     result: GenerationResult,
-    placement: Placement,
+    placement: Staged,
     start_seconds: float,
     load_seconds: float,
     memory: Sequence[MemoryReported],
@@ -44,7 +51,7 @@ def run_facts(
     return facts
 
 
-def _prefill_facts(prefill: PrefillResult, placement: Placement) -> dict[str, Any]:
+def _prefill_facts(prefill: PrefillResult, placement: Staged) -> dict[str, Any]:
     return {
         "layout": str(prefill.layout),
         "chunks": list(prefill.chunks),
@@ -125,7 +132,7 @@ def phase_table(result: GenerationResult) -> "Table":
     return table
 
 
-def memory_table(placement: Placement, memory: Sequence[MemoryReported], result: GenerationResult) -> "Table":
+def memory_table(placement: Staged, memory: Sequence[MemoryReported], result: GenerationResult) -> "Table":
     """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB."""
     from rich.table import Table
 

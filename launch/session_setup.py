@@ -1,11 +1,13 @@
 """From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
+from ..coordinator.cluster import Cluster
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
@@ -44,6 +46,7 @@ class Session:
     placement: Placement
     start_seconds: float  # until every worker had joined
     loaded: LoadResult
+    cluster: Cluster
 
 
 def open_model(model: str) -> Opened:
@@ -74,11 +77,18 @@ def choose_context(asked: int | None, prompt: int, answer: int | None, trained: 
 
 @contextmanager
 def open_session(
-    opened: Opened, settings: GroupSettings, layouts: LayoutSettings, context_tokens: int
+    opened: Opened,
+    settings: GroupSettings,
+    layouts: LayoutSettings,
+    context_tokens: int,
+    *,
+    parallel_requests: int = 1,
+    gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
 ) -> Iterator[Session]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
-    All that the user can have got wrong is refused before a worker is started.
+    All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
+    started elsewhere instead.
     """
     spec = build_spec(opened.files, context_tokens)
     placement = place(
@@ -88,11 +98,12 @@ def open_session(
         layer_shares=settings.layer_shares,
         tensor_shares=settings.tensor_shares,
     )
-    _check_kv_format(spec, settings.kv_format)
+    check_kv_format(spec, settings.kv_format)
     started = monotonic()
-    with local_cluster(
-        workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
-    ) as cluster:
+    workers = gather or partial(
+        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
+    )
+    with workers() as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
@@ -108,6 +119,7 @@ def open_session(
                 kv_format=settings.kv_format,
                 prefill=layouts.prefill,
                 decode=layouts.decode,
+                parallel_requests=parallel_requests,
             ),
         )
         with load_progress(settings.workers) as show:
@@ -115,7 +127,7 @@ def open_session(
         _tell_loaded(spec, loaded, context_tokens)
         if costs_are_needed(settings.workers, layouts):
             driver.measure_costs()
-        yield Session(driver, placement, start_seconds, loaded)
+        yield Session(driver, placement, start_seconds, loaded, cluster)
 
 
 def _told_devices(devices: Sequence[str]) -> str:
@@ -125,7 +137,7 @@ def _told_devices(devices: Sequence[str]) -> str:
     return ", ".join(f"rank {rank} on {device}" for rank, device in enumerate(devices))
 
 
-def _check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
+def check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
     """`InputError` where a type's blocks do not fill a head's row."""
     if kv_format is None:
         return

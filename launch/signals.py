@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,6 +20,35 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """A first Ctrl-C in here is noted alone, and told by the function given; a second one acts as outside."""
+    outside = signal.getsignal(signal.SIGINT)
+    noted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        if noted and callable(outside):
+            outside(number, frame)
+        noted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, outside)
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Ctrl-C in here raises `KeyboardInterrupt`: for a line that is being typed."""
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, outside)
 
 
 @contextmanager

@@ -29,6 +29,22 @@ class Refuse(Command, frozen=True):
     reason: str
 
 
+class Redirect(Command, frozen=True):
+    """Answers a `Hello` that came to the clients' address: workers are awaited at this port of the same host."""
+
+    port: int
+
+
+class OpenLinks(Command, frozen=True):
+    """All ranks have joined: meet the others. `hosts[r]` names rank r's host; where all are equal, memory is shared.
+
+    `group` is the launch's token, drawn by the coordinator; it keeps shared memory of two launches apart.
+    """
+
+    group: str
+    hosts: tuple[str, ...]
+
+
 class LoadModel(Command, frozen=True):
     """Map the files and read this rank's parts. Answered by `LoadProgress` and one `ModelLoaded`."""
 
@@ -165,6 +181,6 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift | CommitShift
-    | AbandonShift | HashKv | ReportMemory | Shutdown
+    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift
+    | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
 )

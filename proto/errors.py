@@ -45,5 +45,17 @@ class WorkerFailedError(GearshiftError):
     exit_code = 3
 
 
+class BusyError(GearshiftError):
+    """The queue is full; the same request may be taken later."""
+
+
+class StaleError(InputError):
+    """What the request relies on (a plan, a request id) is not valid any more."""
+
+
+class LayoutRefusedError(InputError):
+    """The group cannot work in the layouts asked for; nothing was changed."""
+
+
 class RequestFailedError(GearshiftError):
     """One request ended by an error (NaN logits, say); the group lives on."""

@@ -25,6 +25,7 @@ class FileFacts(Struct, frozen=True):
     path: str
     byte_count: int
     fingerprint: str  # hex SHA-256 of header bytes, size and 64 sampled 4 KiB blocks
+    header_bytes: int = 0  # length of the header, for whoever checks the fingerprint
 
 
 class RopeKind(StrEnum):

@@ -25,7 +25,9 @@ class Hello(Report, frozen=True):
     host: str
     device: str  # "cpu" or the CUDA device's name
     torch_version: str
-    option_digest: str = ""  # of the options this rank was started with
+    option_digest: str = ""  # of the options that must be the same on all ranks
+    version: str = ""  # of the package
+    host_identity: str = ""  # equal for ranks that share memory and a network; "" is taken as `host`
 
 
 class Heartbeat(Report, frozen=True):
@@ -117,10 +119,14 @@ class ShiftCommitted(Report, frozen=True):
 
 
 class KvHashed(Report, frozen=True):
-    """`digests[i]` is (layer, kv head, hex digest over the rows in position order, keys then values)."""
+    """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
+
+    Where parts share a head each has a copy of it, and each copy is hashed: they may differ in their last bits, as
+    each was computed by another product.
+    """
 
     request: RequestId
-    digests: tuple[tuple[int, int, str], ...]
+    digests: tuple[tuple[int, int, int, str], ...]
 
 
 class MemoryReported(Report, frozen=True):

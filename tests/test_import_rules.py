@@ -13,7 +13,7 @@ OWNERS = {
     "torch": ("worker/", "launch/agent.py"),
     "torch.distributed": ("worker/links/", "launch/agent.py"),
     "triton": ("worker/kernels/",),
-    "zmq": ("proto/channel.py",),
+    "zmq": ("proto/channel/",),
     "msgspec.msgpack": ("proto/codec.py",),
     "tokenizers": ("coordinator/tokenizer/",),
     "sentencepiece": ("coordinator/tokenizer/",),

@@ -5,24 +5,30 @@ Torch is imported late, after the process has been tied to its parent and to the
 """
 
 import argparse
+import hashlib
 import os
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
+from .. import __version__
 from ..proto.channel import WorkerChannel
 from ..proto.codec import PROTOCOL_VERSION
-from ..proto.commands import Refuse, Welcome
+from ..proto.commands import Redirect, Refuse, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerLostError
 from ..proto.ids import Rank
+from ..proto.keys import KeyPair, read_keys
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
 from .devices import find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
+from .host import host_identity
 from .lifeline import Lifeline
 
 WELCOME_TIMEOUT_SECONDS = 60.0
@@ -73,12 +79,19 @@ def worker_process(
     _set_threads(options.threads)
     try:
         place = _place()
-        with WorkerChannel.connect(options.coordinator) as channel, Lifeline(channel):
+        keys = None if options.key_file is None else read_keys(Path(options.key_file))
+        with ExitStack() as stack:
+            channel = _connect(options.coordinator, keys, stack)
             device = find_device(options.device, place)
-            _shake_hands(channel, _hello(place, options.group, device))
+            hello = _hello(place, options.group, device, options.host_name or socket.gethostname())
+            if (redirect := _shake_hands(channel, hello)) is not None:
+                stack.close()
+                channel = _connect(_at_port(options.coordinator, redirect.port), keys, stack)
+                if _shake_hands(channel, hello) is not None:
+                    raise ProtocolError("the coordinator sent this worker on twice")
             progress = Progress()
-            with HeartbeatThread(options.coordinator, place.rank, progress):
-                return _run(main_loop, channel, place, device, progress, options.group)
+            stack.enter_context(HeartbeatThread(channel.address, place.rank, progress, keys))
+            return _run(main_loop, channel, place, device, progress, options.model_path)
     except GearshiftError as error:
         print(f"gearshift worker: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -90,11 +103,11 @@ def _run(
     place: WorkerPlace,
     device: Device,
     progress: Progress,
-    group: str,
+    model_path: str,
 ) -> int:
     """The loop, and the one place where all of a worker's errors are caught: reported, then its end."""
     try:
-        main_loop(channel, place.rank, place.world_size, device.name, progress, group)
+        main_loop(channel, place.rank, place.world_size, device.name, progress, model_path)
     except Exception as error:
         trace = traceback.format_exc()
         print(trace, file=sys.stderr)
@@ -105,21 +118,38 @@ def _run(
     return 0
 
 
-def _shake_hands(channel: WorkerChannel, hello: Hello) -> None:
+def _connect(address: str, keys: KeyPair | None, stack: ExitStack) -> WorkerChannel:
+    """A channel with its lifeline; both end with `stack`."""
+    channel = stack.enter_context(WorkerChannel.connect(address, keys))
+    stack.enter_context(Lifeline(channel))
+    return channel
+
+
+def _at_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _shake_hands(channel: WorkerChannel, hello: Hello) -> Redirect | None:
+    """Say hello and be welcomed, or be told of another port. Raises `InputError` when refused."""
     channel.send(hello)
     answer = channel.receive(WELCOME_TIMEOUT_SECONDS)
     match answer:
         case Welcome():
-            return
+            return None
+        case Redirect():
+            return answer
         case Refuse(reason=reason):
             raise InputError(f"rank {hello.rank} was refused by the coordinator: {reason}")
         case None:
-            raise WorkerLostError(f"the coordinator did not answer within {WELCOME_TIMEOUT_SECONDS:g} s")
+            raise WorkerLostError(
+                f"rank {hello.rank}: the coordinator at {channel.address} did not answer within "
+                f"{WELCOME_TIMEOUT_SECONDS:g} s: is it there, and is its key file the same?"
+            )
         case _:
             raise ProtocolError(f"the coordinator answered Hello by {type(answer).__name__}")
 
 
-def _hello(place: WorkerPlace, group: str, device: Device) -> Hello:
+def _hello(place: WorkerPlace, group: str, device: Device, host_name: str) -> Hello:
     return Hello(
         rank=place.rank,
         protocol=PROTOCOL_VERSION,
@@ -127,16 +157,28 @@ def _hello(place: WorkerPlace, group: str, device: Device) -> Hello:
         world_size=place.world_size,
         local_rank=place.local_rank,
         pid=os.getpid(),
-        host=socket.gethostname(),
+        host=host_name,
         device=device.description,
         torch_version=device.torch_version,
+        option_digest=_option_digest(device),
+        version=__version__,
+        host_identity=host_identity(host_name),
     )
+
+
+def _option_digest(device: Device) -> str:
+    """Of what must be the same on all ranks and is not told by the coordinator."""
+    kind = device.name.partition(":")[0]
+    return hashlib.sha256(f"device={kind}".encode()).hexdigest()[:16]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gearshift.worker", description="One Gearshift worker, under torchrun.")
     parser.add_argument("--coordinator", required=True, help="where the coordinator listens: tcp://HOST:PORT")
     parser.add_argument("--group", default="", help="the launch's token; must equal the coordinator's")
+    parser.add_argument("--key-file", default=None, help="CURVE keys: the coordinator's file (gearshift keys)")
+    parser.add_argument("--model-path", default="", help="this host's path of the model; default: the coordinator's")
+    parser.add_argument("--host-name", default="", help="tells hosts apart; default: this host's name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: as the environment says")
     parser.add_argument("--parent-pid", type=int, default=None, help="end at once unless this is our parent")
@@ -170,11 +212,11 @@ def _find_device(wanted: str, place: WorkerPlace) -> Device:
 
 
 def _run_loop(
-    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, group: str
+    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
 ) -> None:
     from . import loop  # late: it imports torch
 
-    loop.run(channel, rank, world_size, device_name, progress, group)
+    loop.run(channel, rank, world_size, device_name, progress, model_path)
 
 
 if __name__ == "__main__":

@@ -45,5 +45,7 @@ def device_parts(
         exchange = Exchange.alone(device, spec.hidden)
     else:
         inboxes = links.open_inboxes(Exchange.inbox_words(placement.ranks, spec.hidden))
+        if inboxes is None:
+            return DeviceParts(decoder, None)
         exchange = Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden, inboxes)
     return DeviceParts(decoder, DecodeSteps(spec, placement, decoder, exchange, context_tokens))

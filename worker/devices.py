@@ -64,5 +64,5 @@ def _torchs_devices() -> tuple[DeviceRow, ...]:
         return ()
     facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return tuple(
-        DeviceRow(index, one.name, f"GPU-{one.uuid}", f"{one.pci_bus_id:02x}") for index, one in enumerate(facts)
+        DeviceRow(index, one.name, f"GPU-{one.uuid}", pci="") for index, one in enumerate(facts)
     )

@@ -121,11 +121,9 @@ class Engine:
         result = steps.run(states, [entry.position for entry in batch.entries], batch.steps)
         for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
             for state, token, logprob in zip(states, ids, logprobs, strict=True):
-                good = math.isfinite(logprob)
-                state.last_token = token if good else 0
+                state.last_token = token if math.isfinite(logprob) else 0
                 if self._sampler is not None:
-                    error = None if good else "the logits are not numbers to choose by"
-                    output.tokens.append(SampledToken(state.request, state.last_token, logprob if good else 0.0, error=error))
+                    output.tokens.append(_device_token(state, logprob))
         now = time.monotonic()
         for state in states:
             state.sampled_at_seconds = now
@@ -227,6 +225,12 @@ class Engine:
 
     def _segment(self, chunk: Chunk) -> Segment:
         return Segment(self._requests[chunk.request], 0, len(chunk.tokens), chunk.start)
+
+
+def _device_token(state: RequestState, logprob: float) -> SampledToken:
+    if math.isfinite(logprob):
+        return SampledToken(state.request, state.last_token, logprob)
+    return SampledToken(state.request, 0, 0.0, error="the logits are not numbers to choose by")
 
 
 def _input_token(entry: BatchEntry, state: RequestState, step: int) -> int:

@@ -8,6 +8,7 @@ from typing import Self
 from ..proto.channel import WorkerChannel
 from ..proto.errors import ProtocolError
 from ..proto.ids import Rank
+from ..proto.keys import KeyPair
 from ..proto.reports import Heartbeat
 
 INTERVAL_SECONDS = 1.0
@@ -23,8 +24,9 @@ class Progress:
 class HeartbeatThread:
     """Sends a `Heartbeat` at once and then every second, over a connection of its own."""
 
-    def __init__(self, address: str, rank: Rank, progress: Progress) -> None:
+    def __init__(self, address: str, rank: Rank, progress: Progress, keys: KeyPair | None = None) -> None:
         self._address = address
+        self._keys = keys
         self._rank = rank
         self._progress = progress
         self._stop = threading.Event()
@@ -41,7 +43,7 @@ class HeartbeatThread:
         self._thread.join()
 
     def _run(self) -> None:
-        with WorkerChannel.connect(self._address) as channel:
+        with WorkerChannel.connect(self._address, self._keys) as channel:
             while not self._stop.is_set():
                 try:
                     channel.send(Heartbeat(rank=self._rank, sequence=self._progress.sequence))

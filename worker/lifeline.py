@@ -41,7 +41,9 @@ class Lifeline:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._watch.is_lost(_LOOK_SECONDS):
-                self._end("the coordinator is gone", GRACE_SECONDS)
+                gone = "the coordinator is gone"
+                refused = "the coordinator refused the connection: is its key file the same?"
+                self._end(gone if self._watch.stood else refused, GRACE_SECONDS)
             if os.getppid() != self._parent_pid:
                 self._end("the process that started this worker is gone", 0.0)
 

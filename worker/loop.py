@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.channel import WorkerChannel
@@ -14,8 +15,10 @@ from ..proto.commands import (
     HashKv,
     LoadModel,
     MeasureCosts,
+    OpenLinks,
     OpenRequest,
     PrepareShift,
+    Redirect,
     Refuse,
     ReportMemory,
     RunTick,
@@ -28,6 +31,7 @@ from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
 from ..proto.reports import AnyReport, LoadProgress, MemoryReported, ModelLoaded, TickFinished
 from .costs import faster_compute_type, measure
+from .device_check import check_device
 from .engine import Engine, TickOutput, finished_chunk
 from .heartbeat import Progress
 from .kv import KvStore
@@ -37,6 +41,7 @@ from .model.decoder import Decoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
 from .shift import Shifter
+from .weights.files_here import files_here
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
 
@@ -47,13 +52,17 @@ DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
 
 
 def run(
-    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, group: str
+    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
 ) -> None:
-    """Serve commands until `Shutdown`."""
+    """Serve commands until `Shutdown`. `model_path` is where the model lies here; "": where the coordinator has it."""
+    if (meeting := _await_links(channel)) is None:
+        return
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
-    with torch.inference_mode(), open_links(rank, world_size, device, group, local=True) as links:
+    local = len(set(meeting.hosts)) == 1
+    opening = open_links(rank, world_size, device, meeting.group, local=local, coordinator=channel.address)
+    with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
         while True:
             command = channel.receive(POLL_SECONDS)
@@ -65,9 +74,10 @@ def run(
                 case LoadModel():
                     if model is not None:
                         model.close()
-                    model = load_model(command, Rank(rank), links, device, channel)
-                case Refuse():
-                    raise ProtocolError(f"refused by the coordinator: {command.reason}")
+                    here = replace(command, spec=files_here(command.spec, model_path))
+                    model = load_model(here, Rank(rank), links, device, channel)
+                case Refuse() | Redirect() | OpenLinks():
+                    raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
                 case _ if model is None:
                     raise ProtocolError(f"{type(command).__name__} came before LoadModel")
                 case _:
@@ -76,6 +86,20 @@ def run(
                         progress.sequence = report.sequence
                     if report is not None:
                         channel.send(report)
+
+
+def _await_links(channel: WorkerChannel) -> OpenLinks | None:
+    """The command that all ranks have joined; None when the group ends before."""
+    while True:
+        match channel.receive(POLL_SECONDS):
+            case None:
+                continue
+            case OpenLinks() as meeting:
+                return meeting
+            case Shutdown():
+                return None
+            case other:
+                raise ProtocolError(f"{type(other).__name__} came before OpenLinks")
 
 
 @dataclass(slots=True)
@@ -166,6 +190,8 @@ def load_model(
     started = time.monotonic()
     spec, placement = command.spec, command.placement
     compute_type = _compute_type(command, rank, links, device)
+    if device.type == "cuda" and compute_type is ComputeType.BF16:
+        check_device(device)
     dtype = DTYPES[compute_type]
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()

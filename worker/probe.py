@@ -54,7 +54,9 @@ def _nccl_version() -> str | None:
 def _device(index: int) -> ProbedDevice:
     facts = torch.cuda.get_device_properties(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    # Not in torch's type stubs.
+    domain, bus, slot = (getattr(facts, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    pci = f"{domain:08x}:{bus:02x}:{slot:02x}.0"
     capability = (facts.major, facts.minor)
     return ProbedDevice(index, facts.name, f"GPU-{facts.uuid}", pci, capability, total_bytes, free_bytes)
 

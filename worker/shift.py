@@ -101,7 +101,7 @@ class Shifter:
         )
 
     def hash_kv(self, command: HashKv) -> KvHashed:
-        """Digests over the rows as stored, in position order, keys then values, of every layer and head held."""
+        """Digests over the rows as stored, in position order, keys then values, of every copy of a head held."""
         state = self._requests[command.request]
         digests = []
         for stage, part in held_bundles(self._placement, self._rank, state.layout):
@@ -109,7 +109,7 @@ class Shifter:
                 first_head = self._placement.layers[layer].parts[part].kv.first
                 rows = self._kv.raw_rows((stage, part), layer, state.slots[stage, part], command.tokens)
                 for head, keys, values in rows:
-                    digests.append((layer, first_head + head, _digest(keys, values)))
+                    digests.append((layer, first_head + head, part, _digest(keys, values)))
         return KvHashed(self._rank, command.request, tuple(digests))
 
 

@@ -1,7 +1,8 @@
 """Cuts a text at the special tokens it spells out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .vocabulary import TokenKind, Vocabulary
 
@@ -13,6 +14,7 @@ class _Spelled:
     text: str
     token_id: int
     byte_count: int
+    control: bool  # or unknown: found only where special tokens are parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,42 @@ class Partition:
         self._always = _by_prefix(vocabulary, kinds, {TokenKind.USER_DEFINED})
         self._if_parsed = _by_prefix(vocabulary, kinds, {TokenKind.CONTROL, TokenKind.UNKNOWN})
 
-    def split(self, text: str, *, parse_special: bool) -> list[str | int]:
-        """Texts and token ids in order, no text empty. Control and unknown tokens only where `parse_special`."""
+    def split(self, text: str, *, parse_special: bool, literal: Collection[int] = ()) -> list[str | int]:
+        """Texts and token ids in order, no text empty. Control and unknown tokens only where `parse_special`, and
+        never over the characters at the places `literal`."""
         present = list(_present(self._always, text))
         if parse_special:
             present += _present(self._if_parsed, text)
         if not present:
             return [text] if text else []
         present.sort(key=lambda spelled: (-spelled.byte_count, spelled.token_id))
-        return _pieces(text, _matches(text, present))
+        return _pieces(text, _matches(text, present, literal))
+
+    def control_places(self, text: str) -> list[int]:
+        """Where in a text control tokens begin, each place once; and where one could begin or end if more text stood
+        at the text's edges (white space left aside), so that none comes to be there."""
+        places = set[int]()
+        for spelled in _present(self._if_parsed, text):
+            start = text.find(spelled.text)
+            while start != -1:
+                places.add(start)
+                start = text.find(spelled.text, start + 1)
+        heads, tails, longest = self._affixes
+        first, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        for length in range(1, min(longest, end - first + 1)):
+            if text[end - length : end] in heads:
+                places.add(end - length)
+            if text[first : first + length] in tails:
+                places.add(first)
+        return sorted(places)
+
+    @cached_property
+    def _affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """Proper starts and ends of all control tokens, and the longest token's length."""
+        texts = [spelled.text for members in self._if_parsed.values() for spelled in members]
+        heads = frozenset(text[:length] for text in texts for length in range(1, len(text)))
+        tails = frozenset(text[length:] for text in texts for length in range(1, len(text)))
+        return heads, tails, max(map(len, texts), default=0)
 
 
 def _by_prefix(vocabulary: Vocabulary, kinds: bytes, wanted: set[TokenKind]) -> dict[str, list[_Spelled]]:
@@ -51,7 +80,7 @@ def _by_prefix(vocabulary: Vocabulary, kinds: bytes, wanted: set[TokenKind]) -> 
         token_id = kinds.find(kind)
         while token_id != -1:
             text = vocabulary.texts[token_id]
-            spelled = _Spelled(text, token_id, len(vocabulary.raw_bytes(token_id)))
+            spelled = _Spelled(text, token_id, len(vocabulary.raw_bytes(token_id)), kind != TokenKind.USER_DEFINED)
             groups.setdefault(text[:_PREFIX_CHARACTERS], []).append(spelled)
             token_id = kinds.find(kind, token_id + 1)
     return groups
@@ -63,15 +92,20 @@ def _present(groups: dict[str, list[_Spelled]], text: str) -> Iterator[_Spelled]
             yield from (spelled for spelled in members if spelled.text in text)
 
 
-def _matches(text: str, longest_first: Sequence[_Spelled]) -> list[_Match]:
+def _matches(text: str, longest_first: Sequence[_Spelled], literal: Collection[int]) -> list[_Match]:
     taken = bytearray(len(text))
+    literal_mask = bytearray(len(text))
+    for place in literal:
+        literal_mask[place] = 1
     matches = list[_Match]()
     for spelled in longest_first:
         length = len(spelled.text)
         start = text.find(spelled.text)
         while start != -1:
             overlap = taken.find(1, start, start + length)
-            if overlap == -1:
+            if overlap == -1 and spelled.control and literal_mask.find(1, start, start + length) != -1:
+                resume = start + 1
+            elif overlap == -1:
                 taken[start : start + length] = b"\x01" * length
                 matches.append(_Match(start, start + length, spelled.token_id))
                 resume = start + length

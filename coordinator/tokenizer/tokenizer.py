@@ -1,6 +1,6 @@
 """The tokenizer of one model file: special tokens, prefix and order here, merging in the text models."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,21 +60,36 @@ class Tokenizer:
         `add_special`: BOS and EOS as the file asks. `parse_special`: control tokens spelled out in the text become
         those tokens; else they stay text. User-defined tokens are always found. Raises InputError for lone surrogates.
         """
-        model = self._require_text()
-        _check_unicode(text)
         ids = list[int]()
         if add_special and self.special.add_bos and self.special.bos is not None:
             ids.append(self.special.bos)
+        ids += self._encode_pieces(text, parse_special, ())
+        if add_special and self.special.add_eos and self.special.eos is not None:
+            ids.append(self.special.eos)
+        return ids
+
+    def encode_chat(self, text: str, literal: Collection[int] = ()) -> list[int]:
+        """Ids of what a chat template wrote; no control token covers a character at the places `literal`.
+
+        BOS comes first where the file asks for it and the text does not begin with it. No EOS: an answer follows.
+        """
+        ids = self._encode_pieces(text, True, literal)
+        if self.special.add_bos and self.special.bos is not None and ids[:1] != [self.special.bos]:
+            ids.insert(0, self.special.bos)
+        return ids
+
+    def _encode_pieces(self, text: str, parse_special: bool, literal: Collection[int]) -> list[int]:
+        model = self._require_text()
+        _check_unicode(text)
+        ids = list[int]()
         # The prefix belongs to raw text's very start: never a space behind a special token that the user did not type.
         prefix = " " if self.space_prefix else ""
-        for piece in self.partition.split(text, parse_special=parse_special):
+        for piece in self.partition.split(text, parse_special=parse_special, literal=literal):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
                 ids += model.encode(prefix + piece)
             prefix = ""
-        if add_special and self.special.add_eos and self.special.eos is not None:
-            ids.append(self.special.eos)
         return ids
 
     def token_bytes(self, token_id: int, *, render_special: bool = False) -> bytes:

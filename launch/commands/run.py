@@ -3,8 +3,9 @@
 import json
 from typing import TYPE_CHECKING
 
-from ...proto.errors import RequestFailedError
+from ...proto.errors import InputError, RequestFailedError
 from .. import flags
+from ..chat_setup import chat_tokens, parse_template_options
 from ..console import busy, note, stderr_console, warn
 from ..options import group_settings, layout_settings
 from ..prompts import prompt_tokens, read_prompt
@@ -23,18 +24,26 @@ gearshift run model.gguf -f prompt.txt --temperature 0 --prefill layer --decode 
 
 gearshift run model-00001-of-00003.gguf --tokens-file ids.json -n 16 --json
 
+gearshift run demo --chat --system "Answer in one word." -p "What is the capital of France?"
+
+gearshift run --connect tcp://127.0.0.1:5555 -p "The capital of France is" -n 40
+
 gearshift run demo --workers 3 --chunk 64,64,32 --layer-split 8,20 --verify-shift -p "Once upon a time" -n 20
 """
 
 
 def run(
-    model: flags.Model,
+    model: flags.OptionalModel = None,
     prompt: flags.Prompt = None,
     file: flags.PromptFile = None,
     tokens_file: flags.TokensFile = None,
     max_tokens: flags.MaxTokens = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    chat: flags.Chat = False,
+    system: flags.System = None,
+    template: flags.ChatTemplate = None,
+    template_option: flags.TemplateOption = None,
     workers: flags.Workers = None,
     device: flags.DeviceFlag = None,
     threads: flags.Threads = None,
@@ -61,6 +70,8 @@ def run(
     seed: flags.Seed = None,
     logprobs: flags.Logprobs = flags.DEFAULTS.logprobs,
     as_json: flags.Json = False,
+    connect: flags.Connect = None,
+    key_file: flags.KeyFile = None,
 ) -> None:
     """Answer a prompt: it is read in one layout, the answer written in another, with a shift between.
 
@@ -71,6 +82,35 @@ def run(
     from ...proto.sampling import validate
     from ..session_setup import choose_context, open_model, open_session
 
+    sampling_flags = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "repeat_last_n": repeat_last_n,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    if connect is not None:
+        from ..connect import RemoteRun, run_remotely
+
+        group_flags = {
+            "MODEL": model, "--workers": workers, "--device": device, "--threads": threads, "--max-chunk": max_chunk,
+            "--context": context, "--layer-split": layer_split, "--layer-share": layer_share,
+            "--tensor-share": tensor_share, "--compute-type": compute_type, "--kv-type": kv_type,
+            "--template": template,
+        }  # fmt: skip
+        remote = RemoteRun(
+            connect, key_file, read_prompt(prompt, file, tokens_file), max_tokens, tuple(stop or ()), ignore_eos,
+            chat, system, parse_template_options(template_option or ()), tuple(logit_bias or ()), logprobs, as_json,
+        )  # fmt: skip
+        layout_flags = {"prefill": prefill, "decode": decode, "chunk": chunk, "verify_shift": verify_shift}
+        run_remotely(remote, {**sampling_flags, **layout_flags}, group_flags)
+        return
+    if model is None or key_file is not None:
+        raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(
         workers=workers,
         device=device,
@@ -85,25 +125,21 @@ def run(
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)
+    options = parse_template_options(template_option or ())
+    if not chat and (system is not None or template is not None or options):
+        raise InputError("--system, --template and --template-option belong to --chat")
     opened = open_model(model)
     sampling = choose_sampling(
         opened.files.metadata,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repeat_penalty": repeat_penalty,
-            "repeat_last_n": repeat_last_n,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        },
+        sampling_flags,
         logit_bias=logit_bias or (),
         logprobs=logprobs,
     )
     validate(sampling.parameters, opened.spec.vocab)
-    tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
+    if chat:
+        tokens = chat_tokens(source, opened, system, template, options)
+    else:
+        tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     chosen = current_settings({"context": context, "verify_shift": verify_shift})
     context_tokens = choose_context(
         chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from gearshift import __version__
 from gearshift.coordinator.cluster import Cluster, LaunchFailure
 from gearshift.proto.channel import CoordinatorChannel, WorkerChannel
 from gearshift.proto.codec import PROTOCOL_VERSION
-from gearshift.proto.commands import Refuse, ReportMemory, Shutdown, Welcome
+from gearshift.proto.commands import OpenLinks, Refuse, ReportMemory, Shutdown, Welcome
 from gearshift.proto.errors import ProtocolError, WorkerFailedError, WorkerLostError
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import Heartbeat, Hello, MemoryReported, WorkerFailed
@@ -64,6 +65,7 @@ class Bench:
         cluster.join()
         for worker in workers:
             assert worker.receive(5) == Welcome()
+            assert worker.receive(5) == OpenLinks(GROUP, ("here",) * ranks)
         return cluster, workers
 
 
@@ -80,7 +82,9 @@ def bench() -> Iterator[Bench]:
 def hello(
     rank: int, ranks: int = 2, *, protocol: int = PROTOCOL_VERSION, group: str = GROUP, pid: int = 1000
 ) -> Hello:
-    return Hello(Rank(rank), protocol, group, ranks, rank, pid + rank, "here", "cpu", "none")
+    return Hello(
+        Rank(rank), protocol, group, ranks, rank, pid + rank, "here", "cpu", "none", version=__version__
+    )
 
 
 def failed(rank: int, error: str = "ValueError", user_error: bool = False) -> WorkerFailed:

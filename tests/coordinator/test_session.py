@@ -177,15 +177,15 @@ def test_chunks_without_a_target_carry_none() -> None:
     assert made.next_chunk().targets == (1, 2, 3, -1)
 
 
-def test_hashes_are_asked_for_around_the_commit_and_compared_head_by_head() -> None:
+def test_hashes_are_asked_for_around_the_commit_and_compared_copy_by_copy() -> None:
     made = session(verify_shift=True)
     acknowledge(made, 0, 1)
     read_prompt(made)
     made.take_moves()
     assert [type(command) for command in made.commit()] == [HashKv, CommitShift, HashKv]
-    # A head that both ranks hold is reported twice; the order of the ranks' answers does not matter.
-    first, second = (0, 0, "a"), (1, 0, "b")
-    for rank, digests in ((0, (first,)), (0, (first, second)), (1, (second,)), (1, (second,))):
+    # Both parts share head 0, each with its own last bits: stage 0 holds both copies, then each rank its own.
+    first, second = (0, 0, 0, "a"), (0, 0, 1, "b")
+    for rank, digests in ((0, (first, second)), (0, (first,)), (1, ()), (1, (second,))):
         made.kv_hashed(KvHashed(Rank(rank), ID, digests))
     assert made.hashes_equal
     with pytest.raises(ProtocolError, match="nobody asked"):
@@ -199,5 +199,5 @@ def test_unequal_hashes_are_noticed() -> None:
     made.take_moves()
     made.commit()
     for rank, digest in ((0, "a"), (0, "a"), (1, "b"), (1, "x")):
-        made.kv_hashed(KvHashed(Rank(rank), ID, ((rank, 0, digest),)))
+        made.kv_hashed(KvHashed(Rank(rank), ID, ((rank, 0, rank, digest),)))
     assert made.hashes_equal is False

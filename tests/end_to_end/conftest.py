@@ -30,3 +30,17 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return lines[0]
 
     return run
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Run a command that starts no worker in this process, to a good end: its stdout and stderr."""
+
+    def run(*words: object) -> tuple[str, str]:
+        capsys.readouterr()
+        exit_code = run_command([str(word) for word in words])
+        output, errors = capsys.readouterr()
+        assert exit_code == 0, errors
+        return output, errors
+
+    return run

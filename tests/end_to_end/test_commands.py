@@ -1,51 +1,23 @@
 """The commands as a user runs them: real processes, real models, exit codes and one line of JSON."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
-GEARSHIFT = (sys.executable, "-c", "from gearshift.launch.command_line import main; main()")
-TIMEOUT_SECONDS = 120
+from gearshift.launch.command_line import app
+from gearshift.tests.helpers.commands import answer, cost, gearshift, tokens_file
+from gearshift.tests.helpers.layouts import some_ids
+
 NEAR_TIE = 0.02  # of two logprobs
-ENDLESS = ("--ignore-eos", "--temperature", "0", "--compute-type", "f32", "--threads", "1")
-
-
-def gearshift(*words: str | Path, exit_code: int = 0) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run(
-        [*GEARSHIFT, *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    assert done.returncode == exit_code, done.stderr
-    return done
-
-
-def answer(*words: str | Path) -> dict[str, Any]:
-    """What `run --json` says; stdout must be that line alone."""
-    lines = gearshift("run", *words, "--json", "--threads", "1").stdout.splitlines()
-    assert len(lines) == 1
-    facts: dict[str, Any] = json.loads(lines[0])
-    return facts
 
 
 def golden(folder: Path, name: str) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return facts
-
-
-def tokens_file(folder: Path, tokens: Sequence[int]) -> Path:
-    path = folder / "ids.json"
-    path.write_text(json.dumps(list(tokens)))
-    return path
 
 
 def assert_equal_up_to_a_near_tie(tokens: list[int], steps: list[dict[str, Any]]) -> None:
@@ -89,6 +61,159 @@ def test_a_prompt_read_by_layers_is_answered_by_tensor_parallelism(golden_dir: P
     assert all(rank["peak_bytes"] == rank["planned_bytes"] for rank in facts["memory"])
 
 
+COUNT, SECONDS, RATE, TEXT = int, float, float, str
+
+LINE_OF_JSON: dict[str, Any] = {
+    "text": TEXT,
+    "prompt_tokens": COUNT,
+    "completion_tokens": [COUNT],
+    "finish_reason": TEXT,
+    "prefill": {
+        "layout": TEXT,
+        "chunks": [COUNT],
+        "seconds": SECONDS,
+        "tokens_per_second": RATE,
+        "reason": TEXT,
+        "stages": [{"rank": COUNT, "layers": [COUNT], "busy_seconds": SECONDS, "waiting_seconds": SECONDS}],
+    },
+    "shift": {
+        "from": TEXT,
+        "to": TEXT,
+        "seconds": SECONDS,
+        "exposed_seconds": SECONDS,
+        "kv_bytes": COUNT,
+        "weight_bytes": COUNT,
+    },
+    "decode": {"layout": TEXT, "steps": COUNT, "seconds": SECONDS, "tokens_per_second": RATE},
+    "load_seconds": SECONDS,
+    "memory": [{"rank": COUNT, "planned_bytes": COUNT, "peak_bytes": COUNT}],
+}
+
+
+def assert_typed(value: Any, wanted: Any, where: str = "the line") -> None:
+    """Every key that was promised, of its type; a list has that type in every place, and is not empty."""
+    if isinstance(wanted, dict):
+        for key, kind in wanted.items():
+            assert key in value, f"{where} has no {key}"
+            assert_typed(value[key], kind, f"{where}.{key}")
+    elif isinstance(wanted, list):
+        assert isinstance(value, list), where
+        assert value, where
+        for one in value:
+            assert_typed(one, wanted[0], where)
+    else:
+        assert type(value) is wanted, f"{where} is {value!r}"
+
+
+def test_the_line_of_json_has_every_field_that_is_promised(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    ids = tokens_file(tmp_path, some_ids(128, count=20))
+    layouts = ("--workers", "2", "--prefill", "layer", "--decode", "tensor", "--chunk", "8")
+    facts = answer(tiny_model("llama-yarn"), "--tokens-file", ids, "--ignore-eos", "-n", "4", *layouts)
+    assert_typed(facts, LINE_OF_JSON)
+    assert facts["prompt_tokens"] == 20
+    assert facts["prefill"]["chunks"] == [8, 8, 4]
+    assert len(facts["completion_tokens"]) == 4
+    assert (facts["shift"]["from"], facts["shift"]["to"]) == ("layer", "tensor")
+    assert [rank["rank"] for rank in facts["memory"]] == [0, 1]
+    assert facts["text"] == "", "a file without a tokenizer still serves what takes ids"
+
+
+def test_a_text_for_a_file_without_a_tokenizer_starts_no_worker(
+    tiny_model: Callable[[str], Path], refused: Callable[..., str]
+) -> None:
+    assert "tokenizer" in refused("run", tiny_model("llama-yarn"), "-p", "a")
+    assert "tokenizer" in refused("tokenize", tiny_model("llama-yarn"), "-p", "a")
+
+
+def test_an_answer_goes_to_stdout_alone_and_all_else_to_stderr() -> None:
+    words = ("-p", "The capital of France is", "-n", "3", "--temperature", "0", "--threads", "1")
+    done = gearshift("run", "demo", *words, "--compute-type", "f32")
+    assert done.stdout == " Paris.\n\n"
+    assert "prompt" in done.stderr
+    assert "tok/s" in done.stderr
+
+
+def test_every_command_has_help_with_an_example(told: Callable[..., tuple[str, str]]) -> None:
+    names = [str(command.name) for command in app.registered_commands]
+    assert {"run", "logits", "perplexity", "tokenize", "inspect"} <= set(names)
+    for name in names:
+        output, errors = told(name, "--help")
+        assert f"gearshift {name}" in output.split("Usage:", 1)[1].split("\n", 1)[1], f"{name} shows no example"
+        assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("run", "demo", "-p", "a", "--wrokers", "2"), "--wrokers"),
+        (("run", "demo", "-p", "a", "--workers", "two"), "--workers"),
+        (("run", "demo", "-p", "a", "--decode", "fast"), "--decode"),
+        (("run", "demo", "-p", "a", "--chunk", "sqrt:x"), "--chunk"),
+        (("run", "demo", "-p", "a", "--kv-type", "q4_0"), "--kv-type"),
+        (("run", "demo", "-p", "a", "--compute-type", "f64"), "--compute-type"),
+        (("run", "demo", "-p", "a", "--context", "0"), "--context"),
+        (("run", "demo", "-p", "a", "--seed", "-2"), "--seed"),
+        (("run", "demo", "-p", "a", "--logit-bias", "1"), "--logit-bias"),
+        (("run", "demo", "-p", "a", "--top-p", "1.5"), "--top-p"),
+        (("logits", "demo"), "--tokens-file"),
+        (("logits", "demo", "--tokens-file", "none.json", "--out", "x.npy"), "none.json"),
+        (("perplexity", "demo"), "--prompt"),
+        (("perplexity", "demo", "-f", "none.txt"), "none.txt"),
+        (("tokenize", "demo", "-f", "none.txt"), "none.txt"),
+        (("inspect", "none.gguf"), "none.gguf"),
+        (("inspect", "demo", "--workers", "2", "--layer-split", "99"), "--layer-split"),
+    ],
+    ids=lambda words: " ".join(words[2:] or words) if isinstance(words, tuple) else words,
+)
+def test_a_wrong_word_ends_with_2_and_is_named(
+    words: tuple[str, ...], named: str, refused: Callable[..., str]
+) -> None:
+    assert named in refused(*words)
+
+
+def test_tokenize_takes_control_text_and_bos_as_asked(told: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("<|im_start|>Hello", encoding="utf-8")
+
+    def ids(*flags: str) -> list[int]:
+        output, _ = told("tokenize", "demo", "-f", file, *flags, "--json")
+        assert len(output.splitlines()) == 1
+        found = json.loads(output)
+        assert list(found) == ["ids"]
+        assert_typed(found["ids"], [int])
+        return list(found["ids"])
+
+    assert ids()[0] == 1
+    assert ids("--no-special")[0] != 1
+    assert ids("--no-bos") == ids(), "this file asks for no BOS"
+    plain, _ = told("tokenize", "demo", "-f", file)
+    assert plain.split() == [str(token) for token in ids()]
+
+
+def test_inspect_costs_no_torch_and_tells_parts_for_each_worker(tiny_model: Callable[[str], Path]) -> None:
+    spent = cost("inspect", tiny_model("llama-q4k-mix"), "--workers", "3", exit_code=0)
+    assert not spent.torch
+    assert spent.peak_bytes < 100e6
+
+
+def test_inspect_shows_metadata_tensors_types_and_parts(
+    tiny_model: Callable[[str], Path], told: Callable[..., tuple[str, str]]
+) -> None:
+    path = tiny_model("llama-q4k-mix")
+    output, _ = told("inspect", path, "--workers", "2", "--json")
+    facts = json.loads(output)
+    assert facts["metadata"]["general.architecture"] == "llama"
+    assert {"Q4_K", "F32"} <= set(facts["tensor_types"])
+    assert_typed(facts["tensors"], [{"name": str, "type": str, "shape": [int], "bytes": int}])
+    part = {"rank": int, "layers": [int], "share": float, "file_bytes": int, "f32_bytes": int, "bf16_bytes": int}
+    assert_typed(facts["parts"], [part])
+    table, _ = told("inspect", path, "--workers", "2", "--tensors")
+    for text in ("general.architecture", "blk.0.ffn_down.weight", "Q4_K", "rank 1"):
+        assert text in table
+
+
 def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(smollm2_path: Path) -> None:
     facts = answer(
         smollm2_path,
@@ -108,14 +233,10 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(smollm2_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "prompt_tokens", "completion_tokens"),
     [
-        (("-n", "0"), 5, 0),  # F34
-        (("-n", "2"), 5, 2),
-        (
-            ("-c", "64", "-n", "9"),
-            60,
-            5,
-        ),  # the context ends the answer: its last token needs no room of its own
-        (("-c", "64"), 64, 1),
+        # The context ends the answer: its last token needs no room of its own. More such counts: F34, on one group.
+        (("-c", "64", "-n", "9"), 60, 5),
+        pytest.param(("-n", "0"), 5, 0, marks=pytest.mark.slow),
+        pytest.param(("-c", "64"), 64, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_answer_has_as_many_tokens_as_asked_and_as_the_context_holds(
@@ -144,7 +265,19 @@ def test_logits_are_those_of_the_reference_across_the_shift(
     )  # fmt: skip
     logits = np.load(out)
     assert logits.dtype == np.float32
+    assert logits.shape == reference["logits"].shape
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-3)
+
+
+def test_perplexity_of_ids_is_one_line_of_json(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    ids = tokens_file(tmp_path, some_ids(128, count=70))
+    words = ("--tokens-file", ids, "-c", "32", "--threads", "1", "--json")
+    lines = gearshift("perplexity", tiny_model("llama-yarn"), *words).stdout.splitlines()
+    assert len(lines) == 1
+    facts = json.loads(lines[0])
+    assert_typed(facts, {"value": float, "standard_error": float, "windows": int, "scored_tokens": int})
+    assert (facts["windows"], facts["scored_tokens"]) == (2, 30)
+    assert facts["value"] > 1
 
 
 @pytest.mark.slow
@@ -163,58 +296,6 @@ def test_a_prompt_longer_than_the_context_starts_no_worker(
     ids = tokens_file(tmp_path, [5] * 65)
     done = gearshift("run", tiny_model("llama-yarn"), "--tokens-file", ids, "-c", "64", exit_code=2)
     assert done.stderr == "gearshift: the prompt has 65 tokens, --context is 64\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A run that is writing its answer, and all processes that it started."""
-
-    process: "subprocess.Popen[bytes]"
-    children: list[psutil.Process]
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        # The agent names the workers' module too.
-        words = [(child, child.cmdline()) for child in self.children]
-        return [one for one, line in words if "gearshift.worker" in line and "gearshift.launch.agent" not in line]
-
-
-@contextmanager
-def endless_answer() -> Iterator[Running]:
-    """Whatever is left of the run afterwards is killed."""
-    command = [*GEARSHIFT, "run", "demo", "--workers", "2", "-p", "Once upon a time", *ENDLESS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        children: list[psutil.Process] = []
-        try:
-            assert process.stdout is not None
-            assert os.read(process.stdout.fileno(), 1), "no answer was written"
-            children += psutil.Process(process.pid).children(recursive=True)
-            yield Running(process, children)
-        finally:
-            process.kill()
-            for child in children:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-
-
-def test_an_interrupt_leaves_no_process_behind() -> None:
-    with endless_answer() as run:
-        run.process.send_signal(signal.SIGINT)
-        _, errors = run.process.communicate(timeout=10)
-        assert run.process.returncode == 130
-        assert errors.endswith(b"gearshift: interrupted\n")
-        assert psutil.wait_procs(run.children, timeout=10)[1] == []
-
-
-def test_a_killed_worker_is_told_by_rank_and_signal() -> None:
-    with endless_answer() as run:
-        run.workers[0].kill()
-        _, errors = run.process.communicate(timeout=10)
-        assert run.process.returncode == 3
-        last_line = errors.decode().splitlines()[-1]
-        assert last_line.startswith("gearshift: the worker of rank ")
-        assert "SIGKILL" in last_line
-        assert psutil.wait_procs(run.children, timeout=10)[1] == []
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a CUDA device")

@@ -292,7 +292,7 @@ class FakeGroup:
         request = self.requests[command.request]
         for rank in self._all():
             held = [bundle for bundle in self._bundles() if holder(bundle, request.layout) == rank]
-            digests = tuple((*bundle, str(self._read(request, bundle, command.tokens))) for bundle in held)
+            digests = tuple((*bundle, bundle[1], str(self._read(request, bundle, command.tokens))) for bundle in held)
             self._report(KvHashed(rank, command.request, digests))
 
     # Ticks

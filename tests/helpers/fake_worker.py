@@ -8,7 +8,7 @@ import sys
 import threading
 
 from gearshift.proto.channel import WorkerChannel
-from gearshift.proto.commands import ReportMemory, Shutdown
+from gearshift.proto.commands import OpenLinks, ReportMemory, Shutdown
 from gearshift.proto.errors import InputError
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import MemoryReported
@@ -30,13 +30,15 @@ def find_device(wanted: str, place: WorkerPlace) -> Device:
 
 
 def loop(
-    channel: WorkerChannel, rank: int, world_size: int, device: str, progress: Progress, group: str
+    channel: WorkerChannel, rank: int, world_size: int, device: str, progress: Progress, model_path: str
 ) -> None:
     while True:
         command = channel.receive(120)
         match command:
             case Shutdown() | None:
                 return
+            case OpenLinks():
+                continue
             case ReportMemory():
                 answer(channel, rank, progress)
             case _:

@@ -67,7 +67,7 @@ class ReferenceModel:
                 scores = key[seen, head // group] @ query[position, head] / np.sqrt(width)
                 weights = np.exp(scores - scores.max())
                 mixed[position, head] = weights / weights.sum() @ value[seen, head // group]
-        return cast(Array, mixed.reshape(tokens, -1) @ self.tensors[f"blk.{layer}.attn_output.weight"].T)
+        return mixed.reshape(tokens, -1) @ self.tensors[f"blk.{layer}.attn_output.weight"].T
 
     def _project(self, normed_TD: Array, name: str, width: int) -> Array:
         """[tokens, heads, width]."""

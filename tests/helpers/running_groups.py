@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
 from gearshift.launch.local import local_cluster
@@ -23,6 +23,7 @@ class RunningGroups:
     device: str = "cpu"
     clusters: dict[int, Cluster] = field(default_factory=dict)
     drivers: dict[int, tuple[object, Driver]] = field(default_factory=dict)
+    loaded: dict[int, LoadResult] = field(default_factory=dict)  # of the model that is on so many workers now
 
     def cluster(self, workers: int) -> Cluster:
         if workers not in self.clusters:
@@ -68,7 +69,7 @@ class RunningGroups:
             answer_timeout_seconds=60.0 if self.device == "cpu" else 240.0,
         )
         driver = Driver(cluster, spec, placement, settings)
-        driver.load()
+        self.loaded[workers] = driver.load()
         self.drivers[workers] = key, driver
         return driver
 

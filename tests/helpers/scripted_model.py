@@ -6,6 +6,7 @@ answer follows the script, in every layout, through the real path: workers, samp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def build_scripted_model(
     assert len(set(answer)) == len(script), "a token has one successor only"
     chain = [start, *answer, answer[0] if endless else END]
     head = np.zeros((WIDTH, WIDTH), np.float32)
-    for token, following in zip(chain, chain[1:], strict=False):
+    for token, following in pairwise(chain):
         head[following, token] = 1.0
     byte_texts = [f"<0x{byte:02X}>" for byte in range(BYTES)]
     tokens = ["<unk>", "<s>", "</s>", *byte_texts, "<start>", *pieces]

@@ -192,3 +192,13 @@ def test_config_shows_a_table(written_config: Path, capsys: pytest.CaptureFixtur
     rows = [line for line in capsys.readouterr().out.splitlines() if "workers" in line]
     assert "3" in rows[0]
     assert "config file" in rows[0]
+
+
+def test_the_documented_config_file_is_taken(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    block = text.split("every line of it optional:\n\n")[1].split("\n\n")[0]
+    path = tmp_path / "config.toml"
+    path.write_text(block)
+    settings = merge({}, {}, read_config(path))
+    from_file = {name for name, value in settings.values.items() if value.source is Source.CONFIG_FILE}
+    assert {"workers", "layer_split", "model_folders", "kept_runs", "temperature"} <= from_file

@@ -68,7 +68,9 @@ def test_f32_on_the_device_equals_the_reference(
     workers: int,
 ) -> None:  # fmt: skip
     path, reference = tiny_model(name), np.load(tiny_reference(name))
-    wanted = np.load(path.with_suffix(".exact.npz"))["logits"] if name == "gemma3-swa-mqa" else reference["logits"]
+    wanted = (
+        np.load(path.with_suffix(".exact.npz"))["logits"] if name == "gemma3-swa-mqa" else reference["logits"]
+    )
     ids = [int(token) for token in reference["ids"]]
     driver = on_cuda.load(path, workers)
     for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
@@ -110,10 +112,18 @@ def test_quantised_parts_give_the_cpus_logits(
         assert found < 5e-3, (prefill, decode)
 
 
-def greedy(driver: Driver, prompt: list[int], count: int, prefill: Layout, decode: Layout) -> list[tuple[int, float]]:
+def greedy(
+    driver: Driver, prompt: list[int], count: int, prefill: Layout, decode: Layout
+) -> list[tuple[int, float]]:
     sampling = SamplingParameters(temperature=0.0)
-    request = GenerationRequest(tuple(prompt), count, sampling, prefill=prefill, decode=decode, chunk_rule=Fixed((64,)))
-    return [(event.token.token, event.token.logprob) for event in generate(driver, request) if isinstance(event, TokenEvent)]
+    request = GenerationRequest(
+        tuple(prompt), count, sampling, prefill=prefill, decode=decode, chunk_rule=Fixed((64,))
+    )
+    return [
+        (event.token.token, event.token.logprob)
+        for event in generate(driver, request)
+        if isinstance(event, TokenEvent)
+    ]
 
 
 @pytest.mark.parametrize(("shape", "quant"), SMALL)
@@ -131,7 +141,15 @@ def test_greedy_steps_in_graphs_choose_what_the_logits_say(
     rows, _ = collect_logits(driver, prompt + tokens, len(prompt), Layout.LAYER, decode, Fixed((64,)))
     logprobs = log_softmax(rows)[len(prompt) - 1 : -1]
     chosen = logprobs[np.arange(len(tokens)), tokens]
-    print(shape, quant, workers, "gap", (logprobs.max(axis=-1) - chosen).max(), "logprob", np.abs(chosen - [p for _, p in first]).max())
+    print(
+        shape,
+        quant,
+        workers,
+        "gap",
+        (logprobs.max(axis=-1) - chosen).max(),
+        "logprob",
+        np.abs(chosen - [p for _, p in first]).max(),
+    )
     # Two roundings of activations to int8: what KL 0.01 allows, not more.
     assert (logprobs.max(axis=-1) - chosen).max() < 0.2
     assert np.abs(chosen - [logprob for _, logprob in first]).max() < 0.2

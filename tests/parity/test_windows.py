@@ -1,6 +1,7 @@
 """Sliding windows with chunks shorter and longer than the window, against an explicit mask (F25)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceModel]:
     """Four layers: window, full, window, full."""
-    keys = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2, "rope.freq_base": 1e6}
+    keys: dict[str, Any] = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2}
+    keys["rope.freq_base"] = 1e6
     path = build_model(
         tmp_path_factory.mktemp("windows") / "windows.gguf", "gemma3", layers=4, kv_heads=2, vocab=128, seed=3, **keys
     )

@@ -88,7 +88,7 @@ def test_two_coordinators_never_share_a_port() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_listening_off_loopback_is_refused(host: str) -> None:
     with pytest.raises(InputError, match="loopback"):
-        CoordinatorChannel.bind(host)
+        CoordinatorChannel.bind(f"tcp://{host}:*")
 
 
 def test_connecting_to_a_nonsense_address_is_an_input_error() -> None:
@@ -173,7 +173,7 @@ def test_a_bad_message_from_a_stranger_is_refused_and_harms_nobody(
 def test_a_frame_over_the_limit_ends_that_connection_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gearshift.proto.channel.MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr("gearshift.proto.channel.workers.MAX_FRAME_BYTES", 1 << 20)
     with (
         CoordinatorChannel.bind() as coordinator,
         WorkerChannel.connect(coordinator.address) as worker,
@@ -246,7 +246,7 @@ def test_a_worker_sees_that_the_coordinator_is_gone() -> None:
 
 
 def test_only_so_many_strangers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gearshift.proto.channel.MAX_STRANGERS", 3)
+    monkeypatch.setattr("gearshift.proto.channel.workers.MAX_STRANGERS", 3)
     with CoordinatorChannel.bind() as coordinator, zmq.Context() as context:
         for number in range(8):
             with context.socket(zmq.DEALER) as stranger:

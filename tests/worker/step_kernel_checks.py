@@ -60,12 +60,25 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
         for position in range(int(positions[row])):
             place.values[table_of_row[row][position // 64], :, position % 64] = randn(heads, width).to(HALF)
     step_ops.rotate_into_cache(
-        projected, bias, norms, rope, EPSILON, positions, tables, tables.stride(0), query, place, queries, heads
+        projected,
+        bias,
+        norms,
+        rope,
+        EPSILON,
+        positions,
+        tables,
+        tables.stride(0),
+        query,
+        place,
+        queries,
+        heads,
     )
     turned = (projected + bias).unflatten(1, (-1, width))
     head_kinds = [turned[:, :queries], turned[:, queries : queries + heads]]
     if norms:
-        head_kinds = [functional.rms_norm(x, (width,), n, EPSILON) for x, n in zip(head_kinds, norms, strict=True)]
+        head_kinds = [
+            functional.rms_norm(x, (width,), n, EPSILON) for x, n in zip(head_kinds, norms, strict=True)
+        ]
     angle = positions.float()[:, None, None] * turns
     cosine, sine = angle.cos() * 1.1, angle.sin() * 1.1
 
@@ -84,7 +97,10 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
         first = max(0, length - window) if window else 0
         keys = place.keys[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
         values = place.values[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
-        stored.append(error(keys[:, -1], rotated(head_kinds[1])[row]) + error(values[:, -1], turned[row, queries + heads :]))
+        stored.append(
+            error(keys[:, -1], rotated(head_kinds[1])[row])
+            + error(values[:, -1], turned[row, queries + heads :])
+        )
         q = query[row].float().view(heads, group, width)
         wanted_rows.append((torch.softmax(q @ keys.transpose(1, 2) * scale, -1) @ values).flatten())
     return {
@@ -96,7 +112,9 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
 def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float]:
     both = randn(rows, 2 * width)
     gate, up = both.chunk(2, dim=1)
-    wanted = (functional.silu(gate) if activation is Activation.SILU else functional.gelu(gate, approximate="tanh")) * up
+    wanted = (
+        functional.silu(gate) if activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
+    ) * up
     out, dense = QuantizedRows.empty(rows, width, DEVICE), torch.empty(rows, width, device=DEVICE)
     step_ops.gate(both, activation, out)
     step_ops.gate(both, activation, dense)
@@ -109,12 +127,19 @@ def check_choice(rows: int, vocab: int) -> dict[str, float]:
     numbers = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
     numbers[1] = 40
     numbers[2] = 2
-    ids, logprobs = torch.zeros(5, rows, dtype=torch.int32, device=DEVICE), torch.zeros(5, rows, device=DEVICE)
+    ids, logprobs = (
+        torch.zeros(5, rows, dtype=torch.int32, device=DEVICE),
+        torch.zeros(5, rows, device=DEVICE),
+    )
     state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
     best = torch.zeros(rows, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
     step_ops.choose(logits, 1000, 1.0, best, state, Exchange.alone(DEVICE, 32))
     wanted = logits.argmax(-1)
-    right = torch.equal(ids[2].long(), wanted + 1000) and torch.equal(numbers[0], ids[2]) and int(ids[2, 0]) == 1077
+    right = (
+        torch.equal(ids[2].long(), wanted + 1000)
+        and torch.equal(numbers[0], ids[2])
+        and int(ids[2, 0]) == 1077
+    )
     moved = numbers[1].tolist() == [41] * rows and numbers[2].tolist() == [3] * rows
     return {
         "choice": 0.0 if right and moved else 1.0,
@@ -126,9 +151,16 @@ def main() -> int:
     found: dict[str, float] = {}
     checks = [check_halves(3, 288, False), check_halves(1, 64, True), check_gate(3, 352, Activation.SILU)]
     checks += [check_gate(2, 64, Activation.GELU_TANH), check_choice(2, 5001)]
-    checks += [check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False), check_attention(RopeKind.HALVES, 2, 1, 100, True)]
+    checks += [
+        check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False),
+        check_attention(RopeKind.HALVES, 2, 1, 100, True),
+    ]
     if DEVICE.type == "cuda":
-        checks += [check_halves(16, 4096, False), check_halves(5, 5120, True), check_gate(16, 7168, Activation.SILU)]
+        checks += [
+            check_halves(16, 4096, False),
+            check_halves(5, 5120, True),
+            check_gate(16, 7168, Activation.SILU),
+        ]
         checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
     for check in checks:
         for name, value in check.items():

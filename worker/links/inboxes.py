@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import LinkFailedError
-
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
@@ -29,10 +27,10 @@ class Inboxes:
     keep: Any  # what the memory belongs to
 
 
-def open_inboxes(words: int, rank: int, size: int, device: torch.device, group: str, peer: bool) -> Inboxes:
-    """Inboxes of `words` 4-byte words, zeroed; collective. `peer` False: never over peer access (`--no-peer`).
+def open_inboxes(words: int, rank: int, size: int, device: torch.device, group: str, peer: bool) -> Inboxes | None:
+    """Inboxes of `words` 4-byte words, zeroed; collective. `peer` False: never over peer access.
 
-    Raises LinkFailedError where neither way works.
+    None, on all ranks alike, where neither way works.
     """
     found = None
     if peer:
@@ -42,8 +40,7 @@ def open_inboxes(words: int, rank: int, size: int, device: torch.device, group: 
     if found is None:
         found = _or_none(lambda: _on_host(words, rank, size, device, group))
         if not _all_agree(found is not None, device, size):
-            raise LinkFailedError(f"rank {rank}: neither peer access nor pinned host memory works between the GPUs")
-    assert found is not None
+            found = None
     return found
 
 

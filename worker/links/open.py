@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import mailbox, shared_memory
+from . import interfaces, mailbox, shared_memory
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
@@ -38,30 +38,43 @@ class Links:
     kv: KvMoves
     device: torch.device
     group: str
+    local: bool = True
 
-    def open_inboxes(self, words: int) -> "Inboxes":
-        """Memory of `words` 4-byte words a rank that all ranks' kernels can write; collective, on CUDA only."""
+    def open_inboxes(self, words: int) -> "Inboxes | None":
+        """Memory of `words` 4-byte words a rank that all ranks' kernels can write; None, on all alike, without one.
+
+        Collective, on CUDA only.
+        """
         from .inboxes import open_inboxes
 
+        if not self.local:
+            return None
         peer = os.environ.get(NO_PEER_VARIABLE, "") in ("", "0")
         return open_inboxes(words, self.rank, self.size, self.device, self.group, peer)
 
 
 @contextmanager
 def open_links(
-    rank: int, world_size: int, device: torch.device, group: str, local: bool, timeout_seconds: float = 300.0
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    group: str,
+    local: bool,
+    timeout_seconds: float = 300.0,
+    coordinator: str = "",
 ) -> Iterator[Links]:
     """Join the other ranks; collective: all ranks open at the same time, with the same `group`.
 
     The meeting point comes from the environment torchrun's agent sets (MASTER_ADDR, MASTER_PORT, ...). `group` is the
-    launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host.
+    launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host. `coordinator`:
+    its address; where ranks are on several hosts, the interface that leads there is the data's too.
     Raises CollectiveTimeoutError or LinkFailedError, as every later wait does after `timeout_seconds`.
     """
     if world_size == 1:
         kv = KvMoves(None, rank, world_size, timeout_seconds)
         yield Links(rank, world_size, LoneTensorGroup(), PipelineEdges(None, None, device), kv, device, group)
         return
-    _join(rank, world_size, device, local, timeout_seconds)
+    _join(rank, world_size, device, local, timeout_seconds, coordinator)
     try:
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
             links = _make(rank, world_size, device, group, local, timeout_seconds)
@@ -72,11 +85,15 @@ def open_links(
         dist.destroy_process_group()
 
 
-def _join(rank: int, world_size: int, device: torch.device, local: bool, timeout_seconds: float) -> None:
+def _join(
+    rank: int, world_size: int, device: torch.device, local: bool, timeout_seconds: float, coordinator: str
+) -> None:
     cuda = device.type == "cuda"
-    if local and not cuda:
+    asked = os.environ.get(interfaces.VARIABLE, "")
+    if not cuda and (asked or local or coordinator):
         # gloo would look the host name up, and take whatever interface that leads to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        places = (coordinator, f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}")
+        os.environ[interfaces.VARIABLE] = interfaces.choose(rank, asked, local, places)
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -109,7 +126,7 @@ def _make(
     incoming = _incoming(edge_groups[rank - 1], shared, rank, size, wait) if rank > 0 else None
     outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
     pipeline = PipelineEdges(incoming, outgoing, device)
-    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds), device, group)
+    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds), device, group, local)
 
 
 def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:

@@ -174,7 +174,7 @@ class DecodeSteps:
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
-            part, facts = layer.own, spec.layers[number]
+            part = layer.own
             self._attention(bucket, number)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
@@ -189,7 +189,6 @@ class DecodeSteps:
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, next_norm, layer.post_feed_forward_norm, epsilon, bucket.normed, exchange
             )
-            del facts
         _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
         first_id = self._placement.vocab[exchange.rank].first
         step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)

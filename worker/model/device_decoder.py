@@ -149,7 +149,8 @@ class DeviceDecoder(Decoder):
                 value_HLW = read[0][1] if len(read) == 1 else torch.cat([value for _, value in read])
                 result = functional.scaled_dot_product_attention(
                     query_TQW[span].transpose(0, 1)[None], key_HLW[None], value_HLW[None],
-                    attn_mask=causal_lower_right(segment.rows, length), scale=scale, enable_gqa=kv_heads != len(query_TQW[0]),
+                    attn_mask=causal_lower_right(segment.rows, length), scale=scale,
+                    enable_gqa=kv_heads != query_TQW.shape[1],
                 )  # fmt: skip
                 attended[span] = result[0].transpose(0, 1)
                 continue

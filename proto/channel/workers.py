@@ -1,4 +1,4 @@
-"""The control plane's sockets: the only place that knows zmq.
+"""The control plane's sockets.
 
 One ROUTER at the coordinator, two DEALERs a worker: one for the loop, one for the heartbeat thread (zmq sockets are
 not thread safe, so a thread that speaks has a connection of its own). Frames are [sequence number, payload], with
@@ -11,20 +11,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
-from types import TracebackType
 from typing import NewType, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .codec import MAX_FRAME_BYTES, decode_command, decode_report, encode
-from .commands import AnyCommand, Refuse
-from .errors import InputError, ProtocolError
-from .ids import Rank
-from .reports import AnyReport
+from ..codec import MAX_FRAME_BYTES, decode_command, decode_report, encode
+from ..commands import AnyCommand, Refuse
+from ..errors import ProtocolError
+from ..ids import Rank
+from ..keys import KeyPair
+from ..reports import AnyReport
+from .base import CONNECTION_EVENTS, Channel, Pollable
 
-LINGER_SECONDS = 1.0  # how long closing waits for messages still on their way out
 SEND_TIMEOUT_SECONDS = 5.0  # how long a send waits for room in the queue of a peer that does not read
 QUEUED_MESSAGES = 10_000  # a peer and direction; ticks are credited, so a healthy peer never comes near
 PROBE_SECONDS = 1.0  # after a disconnect: how long to ask which rank it was (zmq learns that a moment later)
@@ -61,37 +60,7 @@ class Incoming:
     report: AnyReport
 
 
-class _Channel:
-    """A socket in a context of its own, closed with a bounded linger."""
-
-    def __init__(self, kind: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, int(LINGER_SECONDS * 1000))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_SECONDS * 1000))
-        # A host that vanished is noticed by the kernel; a stopped process still answers these, as it should.
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-
-    def close(self) -> None:
-        """Close, waiting at most `LINGER_SECONDS` for what is still to be sent. May be called twice."""
-        self._context.destroy(linger=int(LINGER_SECONDS * 1000))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class CoordinatorChannel(_Channel):
+class CoordinatorChannel(Channel):
     """The coordinator's end. For one thread only.
 
     A connection begins as a stranger: what it sends wrongly is answered by a `Refuse` and forgotten. Once `admit`ted
@@ -99,7 +68,8 @@ class CoordinatorChannel(_Channel):
     """
 
     def __init__(self) -> None:
-        super().__init__(zmq.ROUTER)
+        super().__init__(zmq.ROUTER, MAX_FRAME_BYTES, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_SECONDS * 1000))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._peer_of_rank: dict[Rank, Peer] = {}
         self._rank_of_peer: dict[Peer, Rank] = {}
@@ -110,21 +80,23 @@ class CoordinatorChannel(_Channel):
         self.address = ""
 
     @classmethod
-    def bind(cls, host: str = "127.0.0.1") -> Self:
-        """Listen on a free port of a loopback address; `address` then says where.
+    def bind(cls, address: str = "tcp://127.0.0.1:*", keys: KeyPair | None = None) -> Self:
+        """Listen there; `address` then says where. Off loopback only with keys (`InputError`).
 
-        The port is chosen by the kernel while binding, so two launches never race for one.
+        A free port is chosen by the kernel while binding, so two launches never race for one.
         """
-        if not ip_address(host).is_loopback:
-            raise InputError(f"{host} is not a loopback address: messages here are neither secret nor signed")
         channel = cls()
-        try:
-            channel._socket.bind(f"tcp://{host}:*")
-            channel.address = channel._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        except zmq.ZMQError as error:
-            channel.close()
-            raise InputError(f"cannot listen on {host}: {error}") from error
+        channel.address = channel._listen(address, keys)
         return channel
+
+    def wait(self, timeout_seconds: float, wake: Sequence[int] = (), beside: Sequence[Pollable] = ()) -> None:
+        """Until a message is here, or something else to wake up for; at most `timeout_seconds`."""
+        poller = zmq.Poller()
+        for socket in (self._socket, self._disconnects, *(one for other in beside for one in other.pollable)):
+            poller.register(socket, zmq.POLLIN)
+        for descriptor in wake:
+            poller.register(descriptor, zmq.POLLIN)
+        poller.poll(max(0, round(timeout_seconds * 1000)))
 
     def receive(self, timeout_seconds: float, wake: Sequence[int] = ()) -> Incoming | None:
         """The next report, or None after `timeout_seconds` or when a file descriptor of `wake` became readable.
@@ -209,29 +181,28 @@ class CoordinatorChannel(_Channel):
             self._next_out.pop(oldest, None)
 
 
-class WorkerChannel(_Channel):
+class WorkerChannel(Channel):
     """A worker's end. For one thread only: the heartbeat thread opens its own."""
 
     def __init__(self) -> None:
-        super().__init__(zmq.DEALER)
+        super().__init__(zmq.DEALER, MAX_FRAME_BYTES, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_SECONDS * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)  # milliseconds; the coordinator may start after us
         self._next_in = 0
         self._next_out = 0
+        self.address = ""
 
     @classmethod
-    def connect(cls, address: str) -> Self:
+    def connect(cls, address: str, keys: KeyPair | None = None) -> Self:
         """Start connecting to `tcp://host:port`; never waits. `InputError` when the address makes no sense."""
         channel = cls()
-        try:
-            channel._socket.connect(address)
-        except zmq.ZMQError as error:
-            channel.close()
-            raise InputError(f"cannot connect to {address!r}: {error}") from error
+        channel._dial(address, keys)
+        channel.address = address
         return channel
 
     def watch_connection(self) -> "ConnectionWatch":
         """A watch for another thread to tell when the coordinator is gone. Close it before the channel."""
-        return ConnectionWatch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        return ConnectionWatch(self._socket.get_monitor_socket(CONNECTION_EVENTS))
 
     def receive(self, timeout_seconds: float) -> AnyCommand | None:
         """The next command, or None after `timeout_seconds`. Raises `ProtocolError` on a bad or lost frame."""
@@ -259,13 +230,16 @@ class ConnectionWatch:
 
     def __init__(self, events: "zmq.Socket[bytes]") -> None:
         self._events = events
+        self.stood = False  # the other side took the connection, keys and all
 
     def is_lost(self, timeout_seconds: float) -> bool:
-        """True as soon as the connection breaks; False after `timeout_seconds` without that."""
+        """True as soon as the connection breaks; False after `timeout_seconds` without that, or when it stands."""
         if not self._events.poll(max(0, round(timeout_seconds * 1000))):
             return False
-        event = recv_monitor_message(self._events)
-        return bool(event["event"] == zmq.EVENT_DISCONNECTED)
+        if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.stood = True
+            return False
+        return True
 
     def close(self) -> None:
         self._events.close(linger=0)

@@ -1,0 +1,321 @@
+"""The remote API decided without sockets: a client's message or a driver's event in, replies out.
+
+Clients are told apart by their connection; request ids are the driver's own and mean nothing on another connection.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, assert_never
+
+from ...proto.channel import ClientPeer
+from ...proto.client_messages import (
+    Accepted,
+    AnyReply,
+    AnyRequest,
+    AskPlan,
+    AskStatus,
+    Cancel,
+    Cancelled,
+    Failed,
+    Generate,
+    Greet,
+    Greeted,
+    GroupEnded,
+    LayoutSet,
+    LayoutStatus,
+    Planned,
+    QueueStatus,
+    RankPlan,
+    RankStatus,
+    RefusalKind,
+    Refused,
+    SetLayout,
+    StatusReported,
+)
+from ...proto.codec import PROTOCOL_VERSION
+from ...proto.errors import (
+    BusyError,
+    DoesNotFitError,
+    InputError,
+    LayoutRefusedError,
+    ProtocolError,
+    StaleError,
+)
+from ...proto.ids import Layout, RequestId
+from ...proto.reports import MemoryReported
+from ..chunk_plan import parse_chunk_rule
+from ..driver import Driver
+from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
+from ..text_stream import TextStream, parse_stops
+from .answers import Answer
+from .prompts import build_request
+from .service import Service
+
+MAX_CLIENTS = 1024
+MAX_REQUESTS = 1024  # of all clients, waiting and running
+MAX_REQUESTS_OF_CLIENT = 256
+MEMORY_SECONDS = 1.0  # for so long a rank's report of its memory is repeated
+
+Outgoing: TypeAlias = tuple[ClientPeer, AnyReply]
+
+_KINDS: tuple[tuple[type[Exception], RefusalKind], ...] = (
+    (DoesNotFitError, RefusalKind.DOES_NOT_FIT),
+    (StaleError, RefusalKind.STALE),
+    (LayoutRefusedError, RefusalKind.LAYOUT),
+    (InputError, RefusalKind.INPUT),
+    (BusyError, RefusalKind.BUSY),
+    (ProtocolError, RefusalKind.PROTOCOL),
+)
+
+
+class RemoteApi:
+    """All clients of one group. For one thread only, the driver's."""
+
+    def __init__(self, driver: Driver, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
+        self._driver = driver
+        self._service = service
+        self._clock = clock
+        self._started = clock()
+        self._ranks = service.placement.ranks
+        settings = driver.settings
+        self._layouts: tuple[Layout | None, Layout | None] = (settings.prefill, settings.decode)
+        self._epoch = 0
+        self._clients: dict[ClientPeer, dict[RequestId, Answer]] = {}
+        self._client_of: dict[RequestId, ClientPeer] = {}
+        self._memory: tuple[MemoryReported, ...] = ()
+        self._memory_at: float | None = None
+        self._failure = ""
+
+    @property
+    def clients(self) -> tuple[ClientPeer, ...]:
+        return tuple(self._clients)
+
+    # From clients
+
+    def handle(self, peer: ClientPeer, request: AnyRequest) -> list[Outgoing]:
+        """One client's message; raises only what ends the group."""
+        if peer not in self._clients and len(self._clients) >= MAX_CLIENTS:
+            return [(peer, Refused(request.call, RefusalKind.BUSY, f"{MAX_CLIENTS} clients are connected"))]
+        self._clients.setdefault(peer, {})
+        try:
+            return [(peer, self._answer(peer, request))]
+        except (InputError, BusyError, ProtocolError) as error:
+            kind = next(kind for error_type, kind in _KINDS if isinstance(error, error_type))
+            return [(peer, Refused(request.call, kind, str(error)))]
+
+    def fault(self, peer: ClientPeer, message: str, call: int | None) -> list[Outgoing]:
+        """A frame that is no request: said so, nothing else happens."""
+        return [(peer, Refused(call, RefusalKind.BAD_MESSAGE, message))]
+
+    def left(self, peer: ClientPeer) -> None:
+        """A client is gone, or was dropped: its requests end."""
+        for request in self._clients.pop(peer, {}):
+            del self._client_of[request]
+            if not self._failure:
+                self._driver.cancel(request)
+
+    def _answer(self, peer: ClientPeer, request: AnyRequest) -> AnyReply:
+        match request:
+            case Greet():
+                return self._greet(request)
+            case AskStatus():
+                return self._status(request.call)
+            case _ if self._failure:
+                return Refused(request.call, RefusalKind.GROUP_ENDED, self._failure)
+            case Generate():
+                return self._generate(peer, request)
+            case Cancel():
+                return self._cancel(peer, request)
+            case AskPlan():
+                return self._plan(request)
+            case SetLayout():
+                return self._set_layout(request)
+            case _:
+                assert_never(request)
+
+    def _greet(self, request: Greet) -> Greeted:
+        service = self._service
+        if request.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"this coordinator (gearshift {service.version}) speaks protocol {PROTOCOL_VERSION}, the client "
+                f"{request.protocol}"
+            )
+        context = self._driver.settings.context_tokens
+        return Greeted(request.call, PROTOCOL_VERSION, service.version, service.model, context)
+
+    def _generate(self, peer: ClientPeer, message: Generate) -> Accepted:
+        answers = self._clients[peer]
+        if len(answers) >= MAX_REQUESTS_OF_CLIENT or len(self._client_of) >= MAX_REQUESTS:
+            raise BusyError(f"{len(self._client_of)} requests are waiting or running, {len(answers)} of them yours")
+        if message.plan_epoch not in (None, self._epoch):
+            raise StaleError(
+                f"the plan is of epoch {message.plan_epoch}, before a switch of layouts: the epoch is {self._epoch}"
+            )
+        self._check_layouts(message.prefill, message.decode)
+        stream = TextStream(self._service.tokenizer.token_bytes, parse_stops(message.stop))
+        context = self._driver.settings.context_tokens
+        request = build_request(message, self._service, self._driver.spec.vocab, context, self._layouts)
+        plan = self._driver.plan(request)
+        request_id = self._driver.submit(request)
+        answers[request_id] = Answer(message.call, request_id, stream, streamed=message.stream)
+        self._client_of[request_id] = peer
+        return Accepted(
+            message.call, request_id, len(request.prompt), plan.prefill, plan.decode, request.sampling.seed
+        )
+
+    def _cancel(self, peer: ClientPeer, message: Cancel) -> Cancelled | Refused:
+        if message.request not in self._clients[peer]:
+            text = f"you have no request {message.request} that waits or runs"
+            return Refused(message.call, RefusalKind.UNKNOWN_REQUEST, text)
+        self._driver.cancel(message.request)
+        return Cancelled(message.call, message.request)
+
+    def _plan(self, message: AskPlan) -> Planned:
+        self._check_layouts(message.prefill, message.decode)
+        context = self._driver.settings.context_tokens
+        if not 0 < message.prompt_tokens <= context:
+            raise DoesNotFitError(f"prompt_tokens must be 1 to {context}, the context, not {message.prompt_tokens}")
+        plan = self._driver.plan(
+            GenerationRequest(
+                prompt=(0,) * message.prompt_tokens,
+                max_tokens=message.max_tokens,
+                prefill=message.prefill or self._layouts[0],
+                decode=message.decode or self._layouts[1],
+                chunk_rule=parse_chunk_rule(message.chunk),
+            )
+        )
+        return Planned(
+            call=message.call,
+            epoch=self._epoch,
+            prefill=plan.prefill,
+            decode=plan.decode,
+            chunks=plan.chunks,
+            max_tokens=plan.max_tokens,
+            layout_reason=plan.layout_reason,
+            chunk_reason=plan.chunk_reason,
+            ranks=tuple(self._rank_plan(rank) for rank in range(self._ranks)),
+        )
+
+    def _rank_plan(self, rank: int) -> RankPlan:
+        placement, loaded = self._service.placement, self._service.loaded
+        layers, vocab = placement.stages[rank], placement.vocab[rank]
+        return RankPlan(
+            rank, layers.first, layers.end, vocab.first, vocab.end, loaded.weight_bytes[rank], loaded.kv_bytes[rank]
+        )
+
+    def _set_layout(self, message: SetLayout) -> LayoutSet:
+        started = self._driver.settings
+        for name, asked, fixed in (
+            ("prefill", message.prefill, started.prefill),
+            ("decode", message.decode, started.decode),
+        ):
+            if asked is None and fixed is not None:
+                raise LayoutRefusedError(f"the group was started for {name} {fixed} alone: the policy cannot choose")
+        self._check_layouts(message.prefill, message.decode)
+        self._layouts = (message.prefill, message.decode)
+        self._epoch += 1
+        return LayoutSet(message.call, self._layout_status())
+
+    def _check_layouts(self, prefill: Layout | None, decode: Layout | None) -> None:
+        """`LayoutRefusedError` for what the group has no keys-and-values room for, or no second worker."""
+        settings = self._driver.settings
+        for name, asked, fixed in (("prefill", prefill, settings.prefill), ("decode", decode, settings.decode)):
+            if asked is None:
+                continue
+            if self._ranks == 1 and asked is Layout.TENSOR:
+                raise LayoutRefusedError(f"{name} {asked}: one worker knows the layer layout alone")
+            if fixed is not None and asked is not fixed:
+                raise LayoutRefusedError(
+                    f"{name} {asked}: the group was started with --{name} {fixed}, and its room for keys and values is "
+                    "sized for that"
+                )
+
+    # Status
+
+    def _status(self, call: int) -> StatusReported:
+        settings, service = self._driver.settings, self._service
+        self._refresh_memory()
+        return StatusReported(
+            call=call,
+            state="failed" if self._failure else "serving",
+            failure=self._failure,
+            model=service.model,
+            version=service.version,
+            context_tokens=settings.context_tokens,
+            uptime_seconds=self._clock() - self._started,
+            clients=len(self._clients),
+            queue=QueueStatus(*self._driver.queue_counts),
+            layouts=self._layout_status(),
+            ranks=tuple(self._rank_status(rank) for rank in range(self._ranks)),
+        )
+
+    def _layout_status(self) -> LayoutStatus:
+        return LayoutStatus(*self._layouts, self._epoch)
+
+    def _refresh_memory(self) -> None:
+        now = self._clock()
+        if not self._failure and (self._memory_at is None or now - self._memory_at > MEMORY_SECONDS):
+            self._memory = self._driver.memory()
+            self._memory_at = now
+
+    def _rank_status(self, rank: int) -> RankStatus:
+        hello, layers = self._service.hellos[rank], self._service.placement.stages[rank]
+        free, slots = self._driver.kv_slots[rank]
+        memory = self._memory[rank] if self._memory else None
+        return RankStatus(
+            rank=rank,
+            host=hello.host,
+            pid=hello.pid,
+            device=hello.device,
+            first_layer=layers.first,
+            end_layer=layers.end,
+            kv_slots=slots,
+            free_kv_slots=free,
+            planned_bytes=memory.planned_bytes if memory else 0,
+            peak_bytes=memory.peak_bytes if memory else 0,
+            anonymous_bytes=memory.anonymous_bytes if memory else 0,
+        )
+
+    # From the driver
+
+    def heard(self, events: Iterable[Event]) -> list[Outgoing]:
+        """What happened to requests, as replies: tokens of one request in one message, then what has ended."""
+        touched: dict[RequestId, Answer] = {}
+        endings: list[tuple[ClientPeer, Answer, FinishedEvent]] = []
+        for event in events:
+            peer = self._client_of.get(event.request)
+            if peer is None:
+                continue  # its client is gone
+            answer = self._clients[peer][event.request]
+            match event:
+                case TokenEvent():
+                    touched[event.request] = answer
+                    if (kept := answer.token(event)) is not None:
+                        self._driver.stop(event.request, kept)
+                case FinishedEvent():
+                    endings.append((peer, answer, event))
+                case LogitsEvent() | ScoresEvent():
+                    continue  # not asked for by this API
+                case _:
+                    assert_never(event)
+        replies: list[Outgoing] = []
+        for request, answer in touched.items():
+            if (written := answer.take()) is not None:
+                replies.append((self._client_of[request], written))
+        for peer, answer, ending in endings:
+            del self._clients[peer][ending.request], self._client_of[ending.request]
+            seconds = self._service.start_seconds, self._service.loaded.seconds
+            replies.append((peer, answer.finish(ending.result, *seconds)))
+        return replies
+
+    def end(self, reason: str) -> list[Outgoing]:
+        """The group is over: every open request fails, every client is told. Only status is answered from now on."""
+        self._failure = reason
+        replies: list[Outgoing] = []
+        for peer, answers in self._clients.items():
+            for request, answer in answers.items():
+                replies.append((peer, Failed(answer.call, request, RefusalKind.GROUP_ENDED, reason)))
+            answers.clear()
+            replies.append((peer, GroupEnded(None, reason)))
+        self._client_of.clear()
+        return replies

@@ -1,0 +1,131 @@
+"""The loop that serves clients: one thread owns the driver and the sockets, and waits for both together."""
+
+import time
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from ...proto.channel import ClientListener, ClientPeer, Knock, Pollable
+from ...proto.commands import Redirect, Refuse
+from ...proto.errors import GearshiftError
+from ..driver import Driver
+from .outbox import MAX_REPLIES, Outboxes
+from .remote import Outgoing, RemoteApi
+
+POLL_SECONDS = 0.25
+GRACE_SECONDS = 1.5  # after the group has failed: for how long status can still be asked
+MOST_MESSAGES = 64  # of clients in a row, before the workers' turn
+LOOK_SECONDS = 0.1  # after a disconnect: between two looks for the client that is gone
+
+
+class Waiting(Protocol):
+    """The group of workers, as far as waiting for it goes."""
+
+    def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None: ...
+
+
+class WorkersDoor:
+    """Answers workers that come to the clients' address: sends them on, or away."""
+
+    def __init__(self, listener: ClientListener, workers_port: int | None) -> None:
+        self._listener = listener
+        self._workers_port = workers_port
+
+    def answer(self, knock: Knock) -> None:
+        if self._workers_port is None:
+            refusal = Refuse("this coordinator starts its workers itself (--external awaits others)")
+            self._listener.answer_worker(knock.peer, refusal)
+        else:
+            self._listener.answer_worker(knock.peer, Redirect(self._workers_port))
+
+    def answer_all(self) -> list[Knock]:
+        """While the workers gather: what came from clients meanwhile, to be served once the model is loaded."""
+        early: list[Knock] = []
+        for _ in range(MOST_MESSAGES):
+            if (knock := self._listener.receive()) is None:
+                break
+            if knock.hello is not None:
+                self.answer(knock)
+            else:
+                early.append(knock)
+        return early
+
+
+class Server:
+    """Serves until interrupted, or until the group fails."""
+
+    def __init__(
+        self,
+        listener: ClientListener,
+        group: Waiting,
+        driver: Driver,
+        api: RemoteApi,
+        door: WorkersDoor,
+        max_replies: int = MAX_REPLIES,
+    ) -> None:
+        self._listener = listener
+        self._group = group
+        self._driver = driver
+        self._api = api
+        self._door = door
+        self._outboxes = Outboxes(listener.send, max_replies)
+        self._looked_at = 0.0
+
+    def run(self, early: Sequence[Knock] = ()) -> NoReturn:
+        """Raises what ended the group, after its clients were told; or what interrupted it."""
+        try:
+            for knock in early:
+                self._take(knock)
+            while True:
+                self.turn(POLL_SECONDS)
+        except GearshiftError as error:
+            self._end(str(error), GRACE_SECONDS)
+            raise
+        except BaseException:
+            self._end("the coordinator ends", 0.0)
+            raise
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Wait for clients or workers, then serve both once."""
+        self._group.wait(timeout_seconds, (self._listener,))
+        self._serve_clients()
+        self._post(self._api.heard(self._driver.step(0.0)))
+
+    def _serve_clients(self) -> None:
+        for _ in range(MOST_MESSAGES):
+            if (knock := self._listener.receive()) is None:
+                break
+            self._take(knock)
+        self._lose(self._outboxes.flush())
+        self._look_for_the_gone()
+
+    def _take(self, knock: Knock) -> None:
+        if knock.hello is not None:
+            self._door.answer(knock)
+        elif knock.request is not None:
+            self._post(self._api.handle(knock.peer, knock.request))
+        else:
+            self._post(self._api.fault(knock.peer, knock.fault, knock.call))
+
+    def _post(self, replies: Sequence[Outgoing]) -> None:
+        self._lose(self._outboxes.post(replies))
+
+    def _lose(self, peers: Sequence[ClientPeer]) -> None:
+        for peer in peers:
+            self._api.left(peer)
+
+    def _look_for_the_gone(self) -> None:
+        """zmq tells only that some connection broke: ask every client we know."""
+        if not self._listener.take_disconnects() or time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        for peer in self._api.clients:
+            if self._listener.is_gone(peer):
+                self._outboxes.forget(peer)
+                self._api.left(peer)
+
+    def _end(self, reason: str, grace_seconds: float) -> None:
+        self._post(self._api.end(reason))
+        deadline = time.monotonic() + grace_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._listener.wait(min(left, POLL_SECONDS))
+            self._serve_clients()

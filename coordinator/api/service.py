@@ -1,0 +1,45 @@
+"""What the remote API knows of the group it speaks for. Data only; made once, when the model is loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...proto.placement.plan import Placement
+from ...proto.reports import Hello
+from ...proto.sampling import SamplingParameters
+from ..driver import LoadResult
+from ..tokenizer import Tokenizer
+
+
+class RenderedChat(Protocol):
+    """A conversation as ids."""
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+
+class ChatPrompter(Protocol):
+    """Renders `messages` by the model's chat template. Raises `InputError`."""
+
+    def prompt(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[object] | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> RenderedChat: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`sampling` holds the defaults; `chat` None: conversations are refused."""
+
+    model: str
+    version: str
+    tokenizer: Tokenizer
+    placement: Placement
+    hellos: tuple[Hello, ...]
+    loaded: LoadResult
+    start_seconds: float
+    sampling: SamplingParameters
+    chat: ChatPrompter | None = None

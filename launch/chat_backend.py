@@ -1,0 +1,115 @@
+"""Who answers a conversation: the group of this command, or a running one elsewhere."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..coordinator.chat.format import ChatFormat
+from ..coordinator.chat.messages import Message
+from ..coordinator.chat.reasoning import MARK_TEXTS, Piece, PieceKind, ReasoningSplit
+from ..coordinator.driver import Driver
+from ..coordinator.generation import FinishReason, GenerationRequest
+from ..coordinator.text_stream import TextStream
+from ..coordinator.tokenizer import Tokenizer
+from ..proto.errors import DoesNotFitError, RequestFailedError
+from ..proto.sampling import SamplingParameters
+from .answer import follow
+from .options import LayoutSettings
+
+CONVERSATION = "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """One turn. `text` and `reasoning` are what was shown of each; tokens of the prompt that were kept from the last
+    turn were not read again."""
+
+    text: str
+    reasoning: str
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    prompt_seconds: float
+    tokens_per_second: float
+    stopped: bool  # interrupted
+    at_limit: bool  # of the tokens asked for, or of the context
+    warning: str | None = None
+
+
+class ChatBackend(Protocol):
+    """Answers a whole conversation each time; what of it is known already is for the backend to find out."""
+
+    def answer(
+        self, messages: Sequence[Message], show: Callable[[Piece], None], interrupted: Callable[[], bool]
+    ) -> ChatAnswer:
+        """The next answer. `show` gets it as it comes; `interrupted` is asked a few times a second.
+
+        Raises `InputError` for messages that cannot be answered; the next ones still can.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChat:
+    """Over this command's own group."""
+
+    driver: Driver
+    format: ChatFormat
+    options: Mapping[str, object]
+    sampling: SamplingParameters
+    layouts: LayoutSettings
+    stops: tuple[str, ...]
+    max_tokens: int | None
+    stop_tokens: frozenset[int]
+    context_tokens: int
+
+    def answer(
+        self, messages: Sequence[Message], show: Callable[[Piece], None], interrupted: Callable[[], bool]
+    ) -> ChatAnswer:
+        prompt = self.format.prompt(messages, options=self.options)
+        if len(prompt.ids) > self.context_tokens:
+            raise DoesNotFitError(
+                f"the conversation has {len(prompt.ids)} tokens, the context {self.context_tokens}: "
+                "/clear begins a new one, --context makes more room"
+            )
+        request = GenerationRequest(
+            prompt=prompt.ids,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop_tokens=self.stop_tokens,
+            prefill=self.layouts.prefill,
+            decode=self.layouts.decode,
+            chunk_rule=self.layouts.chunk_rule,
+            conversation=CONVERSATION,
+        )
+        split, shown = ReasoningSplit(reasons=prompt.reasons), dict.fromkeys(PieceKind, "")
+
+        def take(pieces: list[Piece]) -> None:
+            for piece in pieces:
+                shown[piece.kind] += piece.text
+                show(piece)
+
+        stream = TextStream(bytes_with_marks(self.format.tokenizer), self.stops)
+        _, result = follow(self.driver, request, stream, lambda text: take(split.feed(text)), interrupted)
+        take(split.finish())
+        if result.error is not None:
+            raise RequestFailedError(result.error)
+        return ChatAnswer(
+            text=shown[PieceKind.ANSWER],
+            reasoning=shown[PieceKind.REASONING],
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.prefill.cached_tokens,
+            answer_tokens=len(result.tokens),
+            prompt_seconds=result.prefill.seconds,
+            tokens_per_second=result.decode.tokens_per_second,
+            stopped=result.finish_reason is FinishReason.CANCELLED,
+            at_limit=result.finish_reason is FinishReason.LENGTH,
+            warning=result.warning,
+        )
+
+
+def bytes_with_marks(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """What tokens add to an answer, the marks of reasoning among it where they are control tokens."""
+    ids = tokenizer.vocabulary.ids
+    marks = frozenset(ids[text] for text in MARK_TEXTS if text in ids)
+    return lambda token: tokenizer.token_bytes(token, render_special=token in marks)

@@ -1,0 +1,116 @@
+"""`gearshift chat`: a conversation in the terminal."""
+
+from .. import flags
+from ..chat_setup import first_messages, open_format, parse_template_options
+from ..console import note, warn
+from ..options import group_settings, layout_settings
+from ..sampling_settings import choose_sampling
+from ..user_folders import current_settings
+
+EXAMPLES = """\
+gearshift chat demo --workers 2
+
+gearshift chat model.gguf --system "Answer in one sentence." --temperature 0
+
+gearshift chat model.gguf --template-option enable_thinking=false
+
+gearshift chat model.gguf --messages talk.json < questions.txt > answers.txt
+"""
+
+
+def chat(
+    model: flags.Model,
+    system: flags.System = None,
+    messages: flags.MessagesFile = None,
+    template: flags.ChatTemplate = None,
+    template_option: flags.TemplateOption = None,
+    max_tokens: flags.MaxTokens = None,
+    stop: flags.Stop = None,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
+    threads: flags.Threads = None,
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    chunk: flags.ChunkRule = None,
+    max_chunk: flags.MaxChunk = None,
+    context: flags.Context = None,
+    layer_split: flags.LayerSplit = None,
+    layer_share: flags.LayerShare = None,
+    tensor_share: flags.TensorShare = None,
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repeat_penalty: flags.RepeatPenalty = None,
+    repeat_last_n: flags.RepeatLastN = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+) -> None:
+    """Talk with a model: a line is a message, and a turn reads only what is new of the conversation.
+
+    Ctrl-C stops an answer, Ctrl-D or /exit ends. Where standard input is no terminal, its lines are the messages.
+    """
+    from ...coordinator.text_stream import parse_stops
+    from ...proto.sampling import validate
+    from ..chat_backend import LocalChat
+    from ..chat_loop import HELP, converse
+    from ..chat_terminal import ChatTerminal
+    from ..session_setup import choose_context, open_model, open_session
+
+    settings = group_settings(
+        workers=workers,
+        device=device,
+        threads=threads,
+        max_chunk=max_chunk,
+        layer_split=layer_split,
+        layer_share=layer_share,
+        tensor_share=tensor_share,
+        compute_type=compute_type,
+        kv_type=kv_type,
+    )
+    layouts = layout_settings(prefill, decode, chunk)
+    stops, options = parse_stops(stop), parse_template_options(template_option or ())
+    first = first_messages(system, messages)
+    opened = open_model(model)
+    sampling = choose_sampling(
+        opened.files.metadata,
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repeat_penalty": repeat_penalty,
+            "repeat_last_n": repeat_last_n,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        },
+        logit_bias=logit_bias or (),
+    )
+    validate(sampling.parameters, opened.spec.vocab)
+    with open_format(opened, template) as chat_format:
+        first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
+        asked = current_settings({"context": context}).whole_number_or_none("context")
+        context_tokens = choose_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
+        with open_session(opened, settings, layouts, context_tokens) as session:
+            for warning in sampling.warnings:
+                warn(warning)
+            note(sampling.told)
+            backend = LocalChat(
+                driver=session.driver,
+                format=chat_format,
+                options=options,
+                sampling=sampling.parameters,
+                layouts=layouts,
+                stops=stops,
+                max_tokens=max_tokens,
+                stop_tokens=opened.tokenizer.end_of_generation,
+                context_tokens=context_tokens,
+            )
+            terminal = ChatTerminal()
+            terminal.tell(HELP)
+            converse(backend, terminal, first)

@@ -1,0 +1,197 @@
+"""`gearshift coordinator`: a group of workers that serves many clients over zmq."""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...proto.errors import InputError
+from .. import flags
+from ..console import note, warn
+from ..options import group_settings, layout_settings
+from ..user_folders import current_settings
+
+if TYPE_CHECKING:
+    from ...coordinator.api.service import ChatPrompter, Service
+    from ...proto.channel import ClientListener, Knock
+    from ...proto.keys import KeyPair
+    from ..options import GroupSettings, LayoutSettings
+    from ..session_setup import Opened, Session
+
+EXAMPLES = """\
+gearshift coordinator demo --workers 2 --listen tcp://127.0.0.1:5555
+
+gearshift run --connect tcp://127.0.0.1:5555 -p "The capital of France is" -n 40
+
+gearshift coordinator model.gguf --workers 2 --external --listen tcp://0.0.0.0:5555 --key-file group.key
+
+torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr HOST0 --master-port 29500 -m gearshift.worker
+--coordinator tcp://HOST0:5555 --key-file group.key --model-path /models/model.gguf
+"""
+
+Listen = Annotated[
+    str, typer.Option("--listen", metavar="tcp://HOST:PORT", help="For clients, and for workers; port 0: a free one.")
+]
+External = Annotated[
+    bool,
+    typer.Option("--external", help="Wait for workers started by hand (torchrun -m gearshift.worker).",
+                 rich_help_panel=flags.GROUP),
+]  # fmt: skip
+WorkersListen = Annotated[
+    str | None,
+    typer.Option(
+        "--workers-listen",
+        metavar="tcp://HOST:PORT",
+        help="Where external workers meet. Left out: a free port of --listen's host.",
+        rich_help_panel=flags.GROUP,
+    ),
+]
+JoinTimeout = Annotated[
+    float,
+    typer.Option("--join-timeout", metavar="SECONDS", min=1, help="How long to wait for external workers.",
+                 rich_help_panel=flags.GROUP),
+]  # fmt: skip
+Parallel = Annotated[
+    int,
+    typer.Option("--parallel", metavar="N", min=1, max=64, help="Answers of full context whose memory is reserved.",
+                 rich_help_panel=flags.GROUP),
+]  # fmt: skip
+
+
+def coordinator(
+    model: flags.Model,
+    listen: Listen = "tcp://127.0.0.1:5555",
+    key_file: flags.KeyFile = None,
+    external: External = False,
+    workers_listen: WorkersListen = None,
+    join_timeout: JoinTimeout = 120.0,
+    parallel: Parallel = 2,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
+    threads: flags.Threads = None,
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    chunk: flags.ChunkRule = None,
+    max_chunk: flags.MaxChunk = None,
+    context: flags.Context = None,
+    layer_split: flags.LayerSplit = None,
+    layer_share: flags.LayerShare = None,
+    tensor_share: flags.TensorShare = None,
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
+) -> None:
+    """Load a model and serve clients (`gearshift run --connect`, `gearshift.Client`) until interrupted.
+
+    Calls queue first in, first out; up to 8 are answered at a time. Beyond this host it listens with keys alone
+    (`gearshift keys`); what the workers send each other is never encrypted.
+    """
+    from ...proto.channel import ClientListener
+    from ...proto.keys import read_keys
+    from ..session_setup import choose_context, open_model
+
+    settings = group_settings(
+        workers=workers, device=device, threads=threads, max_chunk=max_chunk, layer_split=layer_split,
+        layer_share=layer_share, tensor_share=tensor_share, compute_type=compute_type, kv_type=kv_type,
+    )  # fmt: skip
+    layouts = layout_settings(prefill, decode, chunk)
+    if workers_listen is not None and not external:
+        raise InputError("--workers-listen is for workers started by hand: add --external")
+    keys = None if key_file is None else read_keys(Path(key_file))
+    opened = open_model(model)
+    asked = current_settings({"context": context}).whole_number_or_none("context")
+    context_tokens = choose_context(asked, 1, None, opened.spec.trained_context)
+    # Before any worker is started: a port in use is the commonest mistake.
+    with ClientListener.bind(listen, keys) as listener:
+        gather = _Gather(listener, settings, workers_listen, keys, key_file, join_timeout) if external else None
+        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather)
+
+
+class _Gather:
+    """Waits for external workers, and keeps what clients say meanwhile."""
+
+    def __init__(
+        self,
+        listener: "ClientListener",
+        settings: "GroupSettings",
+        workers_address: str | None,
+        keys: "KeyPair | None",
+        key_file: str | None,
+        join_timeout_seconds: float,
+    ) -> None:
+        from ..external import external_cluster
+
+        self._listener = listener
+        self.workers_port: int | None = None
+        self.early: list[Knock] = []
+        self.open = partial(
+            external_cluster, listener, workers=settings.workers, workers_address=workers_address, keys=keys,
+            key_file=key_file, join_timeout_seconds=join_timeout_seconds, meanwhile=self._meanwhile,
+        )  # fmt: skip
+
+    def _meanwhile(self, workers_port: int) -> None:
+        from ...coordinator.api.server import WorkersDoor
+
+        self.workers_port = workers_port
+        self.early += WorkersDoor(self._listener, workers_port).answer_all()
+
+
+def _serve(
+    opened: "Opened",
+    settings: "GroupSettings",
+    layouts: "LayoutSettings",
+    context_tokens: int,
+    parallel: int,
+    listener: "ClientListener",
+    gather: _Gather | None,
+) -> None:
+    from ...coordinator.api.remote import RemoteApi
+    from ...coordinator.api.server import Server, WorkersDoor
+    from ..session_setup import open_session
+
+    with ExitStack() as stack:
+        chat = _chat(opened, stack)
+        session = stack.enter_context(
+            open_session(
+                opened, settings, layouts, context_tokens,
+                parallel_requests=parallel, gather=None if gather is None else gather.open,
+            )
+        )  # fmt: skip
+        api = RemoteApi(session.driver, _service(opened, session, chat))
+        door = WorkersDoor(listener, None if gather is None else gather.workers_port)
+        note(f"listening at {listener.address}")
+        Server(listener, session.cluster, session.driver, api, door).run(() if gather is None else gather.early)
+
+
+def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":
+    """The model's chat template; without one (or with a broken one) the group serves text and ids alone."""
+    from ..chat_setup import open_format
+
+    try:
+        return stack.enter_context(open_format(opened, None))
+    except InputError as error:
+        warn(f"no chat: {error}")
+        return None
+
+
+def _service(opened: "Opened", session: "Session", chat: "ChatPrompter | None") -> "Service":
+    from ... import __version__
+    from ...coordinator.api.service import Service
+    from ..sampling_settings import choose_sampling
+
+    sampling = choose_sampling(opened.files.metadata)
+    for warning in sampling.warnings:
+        warn(warning)
+    note(sampling.told)
+    return Service(
+        model=opened.spec.name,
+        version=__version__,
+        tokenizer=opened.tokenizer,
+        placement=session.placement,
+        hellos=session.cluster.hellos,
+        loaded=session.loaded,
+        start_seconds=session.start_seconds,
+        sampling=sampling.parameters,
+        chat=chat,
+    )

@@ -1,0 +1,129 @@
+"""`gearshift run --connect`: the same prompt, answer and tables, by a group that runs already."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..proto.errors import InputError, RequestFailedError
+from ..proto.ranges import LayerRange
+from .console import busy, note, stderr_console, warn
+from .options import parse_logit_bias
+from .prompts import PromptText, PromptTokens
+from .settings import SAMPLING_SETTINGS, Settings, Source
+from .user_folders import current_settings
+
+if TYPE_CHECKING:
+    from ..proto.client import Client
+    from ..proto.client_answer import AnswerResult
+
+_FIELD_OF_SETTING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window"}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRun:
+    """What was asked for; sampling and layouts apart, for they may come from the user's settings."""
+
+    address: str
+    key_file: str | None
+    prompt: PromptText | PromptTokens
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    chat: bool
+    system: str | None
+    template_options: Mapping[str, object]
+    logit_bias: tuple[str, ...]
+    logprobs: int
+    as_json: bool
+
+
+def run_remotely(run: RemoteRun, flags: Mapping[str, object], of_the_group: Mapping[str, object]) -> None:
+    """Answer the prompt. `flags` by setting name; `of_the_group` are flags that only a coordinator takes."""
+    from ..proto.client import Client
+
+    given = [name for name, value in of_the_group.items() if value is not None]
+    if given:
+        raise InputError(f"{', '.join(given)} cannot be given with --connect: the coordinator was started with its own")
+    if not run.chat and (run.system is not None or run.template_options):
+        raise InputError("--system and --template-option belong to --chat")
+    options = _options(run, current_settings(flags))
+    with Client(run.address, key_file=run.key_file) as client:
+        note(f"connected to {run.address}: {client.model}")
+        _answer(client, run, options)
+
+
+def _options(run: RemoteRun, chosen: Settings) -> dict[str, Any]:
+    """The client's options: what the user set somewhere; all else is left to the coordinator."""
+    options: dict[str, Any] = {
+        "max_tokens": run.max_tokens,
+        "stop": run.stop,
+        "ignore_eos": run.ignore_eos,
+        "logit_bias": parse_logit_bias("--logit-bias", run.logit_bias),
+        "logprobs": run.logprobs,
+        "template_options": dict(run.template_options),
+    }
+    for name in (*(setting.name for setting in SAMPLING_SETTINGS), "prefill", "decode", "chunk", "verify_shift"):
+        value = chosen.values[name]
+        if value.source is not Source.BUILT_IN:
+            options[_FIELD_OF_SETTING.get(name, name)] = value.value
+    if options.get("seed") == -1:
+        del options["seed"]  # the coordinator draws one
+    return options
+
+
+def _prompt(run: RemoteRun) -> dict[str, Any]:
+    match run.prompt:
+        case PromptTokens(values=values, source=source):
+            if run.chat:
+                raise InputError("--chat takes text, by --prompt or --file: token ids are a prompt as it stands")
+            if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+                raise InputError(f"{source} must hold whole numbers alone")
+            return {"ids": values}
+        case PromptText(text=text) if run.chat:
+            system = [] if run.system is None else [{"role": "system", "content": run.system}]
+            return {"messages": [*system, {"role": "user", "content": text}]}
+        case PromptText(text=text):
+            return {"text": text}
+
+
+def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> None:
+    with busy("waiting for the answer") as prompt_is_read, client.generate(**_prompt(run), **options) as answer:
+        for piece in answer:
+            prompt_is_read()
+            if not run.as_json:
+                print(piece, end="", flush=True)
+        result = answer.result()
+    _tell(client, run, result)
+
+
+def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
+    from msgspec import convert
+
+    from ..coordinator.generation import GenerationResult
+    from ..proto.ids import Rank
+    from ..proto.reports import MemoryReported
+    from .report import memory_table, phase_table, run_facts
+
+    result = convert(told.facts, GenerationResult)
+    ranks = client.status().ranks
+    placement = _Stages(tuple(LayerRange(rank.first_layer, rank.end_layer) for rank in ranks))
+    memory = [
+        MemoryReported(Rank(rank.rank), rank.planned_bytes, rank.peak_bytes, rank.anonymous_bytes) for rank in ranks
+    ]
+    if run.as_json:
+        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory)
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        print(flush=True)
+    if result.warning is not None:
+        warn(result.warning)
+    stderr_console().print(phase_table(result))
+    stderr_console().print(memory_table(placement, memory, result))
+    if result.error is not None:
+        raise RequestFailedError(result.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    stages: tuple[LayerRange, ...]

@@ -1,0 +1,113 @@
+"""What a client makes of messages: the request for text from its options, the result, and errors by name. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .channel import ServerLostError
+from .client_messages import (
+    Accepted,
+    Failed,
+    Finished,
+    Generate,
+    GroupEnded,
+    RefusalKind,
+    Refused,
+    Sampling,
+    TokensWritten,
+)
+from .errors import (
+    BusyError,
+    DoesNotFitError,
+    GearshiftError,
+    InputError,
+    LayoutRefusedError,
+    ProtocolError,
+    RequestFailedError,
+    StaleError,
+    WorkerLostError,
+)
+from .reports import SampledToken
+
+_OWN_FIELDS = frozenset({"call", "text", "messages", "ids", "sampling"})
+_GENERATE_FIELDS = frozenset(Generate.__struct_fields__) - _OWN_FIELDS
+_SAMPLING_FIELDS = frozenset(Sampling.__struct_fields__)
+
+_ERRORS: dict[RefusalKind, type[GearshiftError]] = {
+    RefusalKind.BAD_MESSAGE: InputError,
+    RefusalKind.PROTOCOL: ProtocolError,
+    RefusalKind.INPUT: InputError,
+    RefusalKind.DOES_NOT_FIT: DoesNotFitError,
+    RefusalKind.UNKNOWN_REQUEST: StaleError,
+    RefusalKind.STALE: StaleError,
+    RefusalKind.LAYOUT: LayoutRefusedError,
+    RefusalKind.BUSY: BusyError,
+    RefusalKind.SLOW_READER: ServerLostError,
+    RefusalKind.REQUEST_FAILED: RequestFailedError,
+    RefusalKind.GROUP_ENDED: WorkerLostError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerResult:
+    """`tokens` are ids; `facts` the request's story (prefill, shift, decode) as `gearshift run --json` tells it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    seed: int
+    sampled: tuple[SampledToken, ...]  # with logprobs; empty for an answer that was not streamed
+    facts: dict[str, Any]
+    start_seconds: float
+    load_seconds: float
+
+
+def build_generate(
+    call: int,
+    text: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    ids: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> Generate:
+    """The message; values are checked by the coordinator. `InputError` for an option that does not exist."""
+    for name in options:
+        if name not in _GENERATE_FIELDS | _SAMPLING_FIELDS:
+            raise InputError(f"there is no option {name!r}")
+    sampling = {name: value for name, value in options.items() if name in _SAMPLING_FIELDS}
+    rest = {name: value for name, value in options.items() if name in _GENERATE_FIELDS}
+    if isinstance(rest.get("stop"), str):
+        rest["stop"] = (rest["stop"],)
+    for layout in ("prefill", "decode"):
+        if rest.get(layout) == "auto":
+            rest[layout] = None
+    return Generate(
+        call=call,
+        text=text,
+        messages=None if messages is None else tuple(dict(message) for message in messages),
+        ids=None if ids is None else tuple(ids),
+        sampling=Sampling(**sampling),
+        **rest,
+    )
+
+
+def result_of(accepted: Accepted, written: Sequence[TokensWritten], finished: Finished) -> AnswerResult:
+    sampled = tuple(token for one in written for token in one.tokens)[: len(finished.tokens)]
+    return AnswerResult(
+        text=finished.text,
+        tokens=finished.tokens,
+        finish_reason=finished.finish_reason,
+        prompt_tokens=accepted.prompt_tokens,
+        seed=accepted.seed,
+        sampled=sampled,
+        facts=finished.result,
+        start_seconds=finished.start_seconds,
+        load_seconds=finished.load_seconds,
+    )
+
+
+def reply_error(reply: Refused | Failed | GroupEnded) -> GearshiftError:
+    """The error by its name; its message is the coordinator's."""
+    if isinstance(reply, GroupEnded):
+        return WorkerLostError(reply.reason)
+    return _ERRORS[reply.kind](reply.message)

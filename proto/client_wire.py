@@ -1,0 +1,185 @@
+"""A client's connection: one thread owns the socket, any thread may call."""
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from .. import __version__
+from .channel import ClientChannel, ServerLostError
+from .client_answer import reply_error
+from .client_messages import (
+    Accepted,
+    AnyReply,
+    AnyRequest,
+    Greet,
+    Greeted,
+    GroupEnded,
+    RefusalKind,
+    Refused,
+    TokensWritten,
+)
+from .codec import MAX_REQUEST_BYTES, PROTOCOL_VERSION, encode
+from .errors import GearshiftError, InputError
+from .keys import KeyPair
+
+WAIT_SECONDS = 1.0  # of the socket's thread: a new message wakes it, this only bounds what nobody thought of
+
+Inbox: TypeAlias = Callable[[Any], None]  # takes an AnyReply or a GearshiftError; called from the socket's thread
+
+
+class ClientWire:
+    """Connects and greets on construction, within `timeout_seconds`. Close it from any thread."""
+
+    def __init__(self, address: str, keys: KeyPair | None, timeout_seconds: float) -> None:
+        self._channel = ClientChannel.connect(address, keys)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._to_send: deque[AnyRequest] = deque()
+        self._inboxes: dict[int, tuple[Inbox, bool]] = {}  # by call; whether it goes on after `Accepted`
+        self._failure: GearshiftError | None = None
+        self._closing = False
+        self._wake_end, self._waker_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._timeout_seconds = timeout_seconds
+        self._thread = threading.Thread(target=self._run, name="gearshift-client", daemon=True)
+        self._thread.start()
+        self.greeted = self._greet(timeout_seconds)
+
+    def call(self, build: Callable[[int], AnyRequest], inbox: Inbox, *, streaming: bool = False) -> int:
+        """Send a request; its replies go to `inbox`, and so does the error that ends the connection.
+
+        `streaming`: the call goes on after `Accepted`. Raises `InputError` when the message is too long or cannot be
+        written, and what ended the connection when that was before.
+        """
+        number = next(self._numbers)
+        request = build(number)
+        _check_length(request)
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._inboxes[number] = inbox, streaming
+            self._to_send.append(request)
+        self._wake()
+        return number
+
+    def tell(self, build: Callable[[int], AnyRequest]) -> None:
+        """Send a request whose reply nobody waits for; nothing is done on a connection that has ended."""
+        with self._lock:
+            if self._failure is None:
+                self._to_send.append(build(next(self._numbers)))
+        self._wake()
+
+    def silence(self, seconds: float) -> ServerLostError:
+        return ServerLostError(f"the coordinator at {self._channel.address} did not answer within {seconds:g} s")
+
+    def close(self) -> None:
+        """End the connection; calls that wait get an error. May be called twice."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _greet(self, timeout_seconds: float) -> Greeted:
+        answered = threading.Event()
+        news: list[AnyReply | GearshiftError] = []
+
+        def take(one: AnyReply | GearshiftError) -> None:
+            news.append(one)
+            answered.set()
+
+        self.call(lambda call: Greet(call, PROTOCOL_VERSION, __version__), take)
+        try:
+            if not answered.wait(timeout_seconds):
+                raise ServerLostError(
+                    f"nothing answers at {self._channel.address} within {timeout_seconds:g} s: no coordinator there, "
+                    "still loading, or its key file is another one"
+                )
+            if isinstance(news[0], Greeted):
+                return news[0]
+            if isinstance(news[0], GearshiftError):
+                raise news[0]
+            raise reply_error(news[0]) if isinstance(news[0], Refused | GroupEnded) else self.silence(0)
+        except BaseException:
+            self.close()
+            raise
+
+    # The socket's thread
+
+    def _run(self) -> None:
+        failure: GearshiftError = ServerLostError("this client was closed")
+        try:
+            with self._channel:
+                while not self._closing:
+                    self._send_all()
+                    self._channel.wait(WAIT_SECONDS, (self._wake_end,))
+                    self._drain_wakes()
+                    while (reply := self._channel.receive()) is not None:
+                        self._deliver(reply)
+        except GearshiftError as error:
+            failure = error
+        except Exception as error:  # a fault of ours must still wake whoever waits
+            failure = ServerLostError(f"the client failed: {type(error).__name__}: {error}")
+        finally:
+            self._end(failure)
+
+    def _send_all(self) -> None:
+        with self._lock:
+            requests, self._to_send = self._to_send, deque()
+        for request in requests:
+            self._channel.send(request)
+
+    def _deliver(self, reply: AnyReply) -> None:
+        if isinstance(reply, GroupEnded):
+            # Status may still be asked: only what is under way is told.
+            self._tell_all(reply_error(reply))
+            return
+        if reply.call is None:
+            if isinstance(reply, Refused) and reply.kind is RefusalKind.SLOW_READER:
+                raise reply_error(reply)
+            return
+        with self._lock:
+            inbox, streaming = self._inboxes.get(reply.call, (None, False))
+            goes_on = streaming and isinstance(reply, Accepted | TokensWritten)
+            if not goes_on:
+                self._inboxes.pop(reply.call, None)
+        if inbox is not None:
+            inbox(reply)
+
+    def _tell_all(self, error: GearshiftError) -> None:
+        with self._lock:
+            inboxes, self._inboxes = self._inboxes, {}
+        for inbox, _ in inboxes.values():
+            inbox(error)
+
+    def _end(self, failure: GearshiftError) -> None:
+        with self._lock:
+            self._failure = failure
+            os.close(self._wake_end)
+            os.close(self._waker_end)
+        self._tell_all(failure)
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._failure is None:
+                try:
+                    os.write(self._waker_end, b"!")
+                except BlockingIOError:
+                    return  # it is full of wakes already
+
+    def _drain_wakes(self) -> None:
+        try:
+            os.read(self._wake_end, 4096)
+        except BlockingIOError:
+            return
+
+
+def _check_length(request: AnyRequest) -> None:
+    try:
+        length = len(encode(request))
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
+        raise InputError(f"the request cannot be written: {error}") from error
+    if length > MAX_REQUEST_BYTES:
+        raise InputError(f"the request has {length} bytes; {MAX_REQUEST_BYTES} are possible")

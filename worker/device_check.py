@@ -1,0 +1,27 @@
+"""What a GPU worker needs before it loads anything: refused by name where it is missing."""
+
+import importlib.util
+import os
+import shutil
+
+import torch
+
+from ..proto.errors import InputError
+
+OLDEST_CAPABILITY = (8, 0)  # bf16 products and dp4a
+
+
+def check_device(device: torch.device) -> None:
+    """Raises InputError for a card, or a machine, on which the quantised path cannot run."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        name, number = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise InputError(
+            f"{name} (compute capability {number}) has no bf16; cards from 8.0 on are supported, "
+            "older ones with --compute-type f32 only"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise InputError("quantised weights on a GPU need the package triton, which this Python does not have")
+    compilers = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
+    if not any(name and shutil.which(name) for name in compilers):
+        raise InputError("Triton needs a C compiler on this machine: install gcc or clang, or set CC")
