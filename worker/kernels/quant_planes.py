@@ -161,7 +161,7 @@ def _pack_high(bits: Tensor, count: int) -> Tensor:
     """uint8 [N, K] to [N, K/64, 8 * count]."""
     shape = (bits.shape[0], bits.shape[1] // GROUP, 2, 2, 4, 4)  # group, half, side, place, column in word
     half_side_place = bits.view(shape)
-    total = torch.zeros(shape[:2] + (count * 2, 4), dtype=torch.uint8, device=bits.device)
+    total = torch.zeros((*shape[:2], count * 2, 4), dtype=torch.uint8, device=bits.device)
     for half in range(2):
         if count == 1:
             for place in range(4):
