@@ -18,7 +18,6 @@ from gearshift.proto.channel import ClientListener, ServerLostError, generate_ke
 from gearshift.proto.client_messages import (
     AnyReply,
     AskStatus,
-    Finished,
     Generate,
     RefusalKind,
     Refused,
@@ -173,9 +172,8 @@ def test_another_protocol_version_is_refused(server: Serving, monkeypatch: pytes
 def test_a_client_whose_coordinator_vanishes_gets_an_error(group: ApiGroup) -> None:
     with serving(group.driver, group.service) as running:
         client = gearshift.Client(running.address, timeout_seconds=5)
-    with pytest.raises(ServerLostError, match=r"broke|did not answer|refused"):
-        for _ in range(50):
-            client.status()
+    with pytest.raises(ServerLostError, match="broke"):
+        client.status()
     client.close()
     with pytest.raises(ServerLostError):
         client.status()
@@ -299,38 +297,38 @@ def test_a_worker_at_the_clients_door_is_told_why_it_is_not_let_in(server: Servi
 
 
 def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(group: ApiGroup) -> None:
-    with serving(group.driver, group.service, max_replies=20) as running:
-        with (
-            raw_client(running.address, RCVHWM=1, RCVBUF=4096) as slow,
-            gearshift.Client(running.address, timeout_seconds=10) as client,
-        ):
-            # Long error texts, never read: they fill the way to it sooner than tokens would.
-            for call in range(3000):
-                slow.send(msgspec.msgpack.encode({"type": "Generate", "call": call, "x" * 5000: 1}))
-                if call == 0:
-                    slow.send(encode(Generate(9999, text="hello", max_tokens=100)))
-            slow.send(encode(AskStatus(1)))
-            for n in range(1, 5):
-                assert list(client.generate("ab" * n, max_tokens=5).result().tokens) == answer_ids("ab" * n, 5)
-            last = [decode_reply(slow.recv_multipart()[0]) for _ in iter(lambda: slow.poll(1000), 0)]
-            kinds = [reply.kind for reply in last if isinstance(reply, Refused)]
-            assert RefusalKind.SLOW_READER in kinds
-            assert not any(isinstance(reply, Finished) for reply in last)
+    with (
+        serving(group.driver, group.service, max_replies=20) as running,
+        raw_client(running.address, RCVHWM=1, RCVBUF=4096) as slow,
+        gearshift.Client(running.address, timeout_seconds=10) as client,
+    ):
+        # Long error texts, never read: they fill the way to it sooner than tokens would.
+        for call in range(3000):
+            slow.send(msgspec.msgpack.encode({"type": "Generate", "call": call, "x" * 5000: 1}))
+        for n in range(1, 5):
+            assert list(client.generate("ab" * n, max_tokens=5).result().tokens) == answer_ids("ab" * n, 5)
+        frames = [slow.recv_multipart() for _ in iter(lambda: slow.poll(1000), 0)]
+        replies = [decode_reply(payload) for payload, in frames if payload]
+        kinds = [reply.kind for reply in replies if isinstance(reply, Refused)]
+        assert kinds[-1] is RefusalKind.SLOW_READER
+        assert len(kinds) < 3000
     assert group.at_rest
 
 
 def test_requests_of_a_client_that_vanished_end() -> None:
     group = ApiGroup(max_open=1)
-    with serving(group.driver, group.service) as running:
-        with gearshift.Client(running.address, timeout_seconds=5) as watching:
-            with raw_client(running.address) as dealer:
-                for call in range(40):
-                    dealer.send(encode(Generate(call, text="hello", max_tokens=100)))
-                heard(dealer)
-            for _ in range(200):
-                status = watching.status()
-                if status.clients == 1 and status.queue.waiting + status.queue.open + status.queue.closing == 0:
-                    break
-            else:
-                raise AssertionError("the requests go on")
+    with (
+        serving(group.driver, group.service) as running,
+        gearshift.Client(running.address, timeout_seconds=5) as watching,
+    ):
+        with raw_client(running.address) as dealer:
+            for call in range(40):
+                dealer.send(encode(Generate(call, text="hello", max_tokens=100)))
+            heard(dealer)
+        for _ in range(2000):
+            status = watching.status()
+            if status.clients == 1 and status.queue.waiting + status.queue.open + status.queue.closing == 0:
+                break
+        else:
+            raise AssertionError("the requests go on")
     assert group.at_rest
