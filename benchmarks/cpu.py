@@ -108,7 +108,7 @@ def main() -> None:
         memory = " / ".join(f"{mebibytes:,.0f}" for mebibytes in got.anonymous_mebibytes)
         print(
             f"{compute_type:6} {summary(got.prompt):>28} {summary(got.decode):>28} "
-            f"{summary(got.exposed_shift_milliseconds):>22} {memory}   chunks {list(got.chunks)}; plain torch {PLAIN_TORCH[compute_type]}"
+            f"{summary(got.exposed_shift_milliseconds):>22} {memory}   chunks {list(got.chunks)}"
         )
         record[compute_type.value] = {
             "prompt": got.prompt, "decode": got.decode, "shift_exposed_ms": got.exposed_shift_milliseconds,

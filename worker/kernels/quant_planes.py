@@ -161,7 +161,9 @@ def _pack_high(bits: Tensor, count: int) -> Tensor:
     """uint8 [N, K] to [N, K/64, 8 * count]."""
     shape = (bits.shape[0], bits.shape[1] // GROUP, 2, 2, 4, 4)  # group, half, side, place, column in word
     half_side_place = bits.view(shape)
-    total = 0
+    total = torch.zeros_like(half_side_place[:, :, 0, 0])
+    if count == 1:
+        total = torch.zeros_like(half_side_place[:, :, 0, :, 0])
     for half in range(2):
         if count == 1:
             for place in range(4):
@@ -169,7 +171,6 @@ def _pack_high(bits: Tensor, count: int) -> Tensor:
         else:
             for side in range(2):
                 total = total | (half_side_place[:, :, half, side] << (4 * side + 2 * half))
-    assert isinstance(total, Tensor)
     return total.reshape(*shape[:2], 8 * count).contiguous()
 
 

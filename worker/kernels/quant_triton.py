@@ -104,12 +104,12 @@ def multiply_rows(
         low = v & 0x0F0F0F0F
         top = (v >> 4) & 0x0F0F0F0F
         if HIGH == 1:
-            h = tl.load(high + n[:, None, None] * (K // 32) + gc[None, :, None] * 2 + side[None, None, :])[:, :, :, None]
+            h = tl.load(high + n[:, None, None] * (K // 32) + gc[None, :, None] * 2 + side[None, None, :])[:, :, :, None]  # noqa: E501
             shift = (place * 2)[None, None, None, :]
             low = low | (((h >> shift) & 0x01010101) << 4)
             top = top | (((h >> (shift + 1)) & 0x01010101) << 4)
         elif HIGH == 2:
-            h = tl.load(high + n[:, None, None] * (K // 16) + gc[None, :, None] * 4 + place[None, None, :])[:, :, None, :]
+            h = tl.load(high + n[:, None, None] * (K // 16) + gc[None, :, None] * 4 + place[None, None, :])[:, :, None, :]  # noqa: E501
             shift = (side * 4)[None, None, :, None]
             low = low | (((h >> shift) & 0x03030303) << 4)
             top = top | (((h >> (shift + 2)) & 0x03030303) << 4)
@@ -190,7 +190,7 @@ def expand_rows(
     g = tl.program_id(1) * G + tl.arange(0, G)
     groups: tl.constexpr = K // 64
     ok = (n < N)[:, None] & (g < groups)[None, :]
-    if GATHER:
+    if GATHER:  # noqa: SIM108 (a constexpr branch)
         row = tl.load(ids + n, mask=n < N, other=0).to(tl.int64)
     else:
         row = n.to(tl.int64)
@@ -235,7 +235,7 @@ def expand_rows(
         w_top = top_scale * (top - ZERO).to(tl.float32)
     elif KIND == 2:
         w_low = tl.load(supers + at * 2, mask=ok, other=0.0).to(tl.float32)[:, :, None] * (low - ZERO).to(tl.float32)
-        w_top = tl.load(supers + at * 2 + 1, mask=ok, other=0.0).to(tl.float32)[:, :, None] * (top - ZERO).to(tl.float32)
+        w_top = tl.load(supers + at * 2 + 1, mask=ok, other=0.0).to(tl.float32)[:, :, None] * (top - ZERO).to(tl.float32)  # noqa: E501
     else:
         w_low = tl.load(supers + at * 4, mask=ok, other=0.0).to(tl.float32)[:, :, None] * low.to(tl.float32)
         w_low += tl.load(supers + at * 4 + 1, mask=ok, other=0.0).to(tl.float32)[:, :, None]

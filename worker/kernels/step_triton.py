@@ -38,7 +38,7 @@ def _read_flag(flag):
 
 
 @triton.jit
-def _exchange_flags(inboxes, flags_at, number, row, failed, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr):
+def _exchange_flags(inboxes, flags_at, number, row, failed, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr):  # noqa: E501
     """After a rank's rows are written to all: tell the others, and wait for theirs."""
     _raise_fence = _fence()
     tl.debug_barrier()
@@ -260,7 +260,7 @@ def gate_rows(
     ok = in_range[:, None] & (at >= 0)
     gate = tl.load(both + row * both_stride + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(both + row * both_stride + F + at, mask=ok, other=0.0).to(tl.float32)
-    if GELU:
+    if GELU:  # noqa: SIM108 (a constexpr branch)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         inner = gate
@@ -296,7 +296,7 @@ def choose_token(
     best, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, data_at, flags_at, sequence, failed,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The greedy token of one row over all ranks' blocks: the next step's input, and a line of the results. Grid (rows).
+    """The greedy token of one row over all ranks' blocks: the next step's input, and a results line. Grid (rows).
 
     Every rank joins the same numbers in the same order, so all choose alike.
     """

@@ -115,4 +115,4 @@ def _on_host(planes: Planes) -> Planes:
 
 def _pinned(planes: Planes) -> Planes:
     parts = (planes.codes, planes.high, planes.scales, planes.supers)
-    return Planes(planes.format, planes.rows, planes.columns, *[part.pin_memory() if part.numel() else part for part in parts])
+    return Planes(planes.format, planes.rows, planes.columns, *[part.pin_memory() if part.numel() else part for part in parts])  # noqa: E501
