@@ -1,5 +1,6 @@
 """`gearshift coordinator` and hand-started workers as processes, read from outside, each wait bounded."""
 
+import json
 import os
 import select
 import subprocess
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gearshift.tests.helpers.commands import GEARSHIFT
 
@@ -89,3 +90,18 @@ def place_of(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> 
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": host, "MASTER_PORT": str(port),
     }  # fmt: skip
+
+
+def run_json(words: Sequence[str | Path]) -> dict[str, Any]:
+    """What a command that prints one line of JSON says; it must end well."""
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def ended(words: Sequence[str | Path], exit_code: int) -> str:
+    """The stderr of a command that must end so."""
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == exit_code, done.stderr
+    return done.stderr
