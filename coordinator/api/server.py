@@ -100,6 +100,8 @@ class Server:
         self._look_for_the_gone()
 
     def _take(self, knock: Knock) -> None:
+        if knock.peer in self._outboxes.dropped:
+            return  # the last it is told is that it was dropped
         self._at_hand = knock
         if knock.hello is not None:
             self._door.answer(knock)
@@ -121,7 +123,7 @@ class Server:
         if not self._listener.take_disconnects() or time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
-        for peer in self._api.clients:
+        for peer in (*self._api.clients, *self._outboxes.dropped):
             if self._listener.is_gone(peer):
                 self._outboxes.forget(peer)
                 self._api.left(peer)

@@ -295,6 +295,26 @@ def test_after_a_refused_switch_everything_is_as_before(
     assert list(finished.tokens) == answer_ids("hello", 5)
 
 
+def test_a_conversation_is_its_clients_own_and_forgotten_with_it() -> None:
+    group = ApiGroup()
+    first = tuple([5] * 64 + [7] * 20)
+    one(group, Generate(1, ids=first, max_tokens=4, conversation="chat"), Accepted, BEN)
+    run(group)
+    assert not group.at_rest  # kept for the next turn
+    one(group, Generate(1, ids=(*first, 9), max_tokens=2, conversation="chat"), Accepted, ANNA)
+    others = run(group)[-1][1]
+    one(group, Generate(2, ids=(*first, 9), max_tokens=2, conversation="chat"), Accepted, BEN)
+    own = run(group)[-1][1]
+    assert isinstance(others, Finished)
+    assert isinstance(own, Finished)
+    assert others.tokens == own.tokens
+    assert others.result["prefill"]["cached_tokens"] == 0
+    assert own.result["prefill"]["cached_tokens"] > 64
+    group.api.left(ANNA)
+    group.api.left(BEN)
+    assert group.at_rest
+
+
 def test_a_full_queue_refuses_until_there_is_room() -> None:
     group = ApiGroup(max_open=1)
     for call in range(256):

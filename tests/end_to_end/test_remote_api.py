@@ -178,12 +178,40 @@ def tiny(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("llama-gqa-oddvocab")
 
 
+def refuse_bad_messages(address: str) -> None:
+    """Each is refused by name, and the next conversation is answered."""
+    with gearshift.Client(address) as client:
+        for messages in (
+            [], [{"content": "x"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": 5}],
+            [{"role": "user", "content": nested(400)}], [{"role": "user", "content": nested(3000)}],
+        ):  # fmt: skip
+            with pytest.raises(InputError):
+                client.generate(messages=messages, max_tokens=2)
+        with pytest.raises(InputError):
+            client.generate(messages=[{"role": "user", "content": "x"}], tools=[{"a": nested(400)}], max_tokens=2)
+        fine = client.generate(messages=[{"role": "user", "content": "Hi"}], max_tokens=2).result()
+        assert fine.finish_reason in ("length", "stop")
+
+
+def nested(depth: int) -> list[object]:
+    found: list[object] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
     asked = ("-p", PROMPTS[0], "-n", "8", "--temperature", "0", "--prefill", "layer", "--decode", "tensor")
     with process(coordinator_words(smollm2_path, "--workers", "2", "--context", "128")) as (started, told):
         address = address_in(told)
         remote = json.loads(command("run", "--connect", address, *asked, "--json").stdout)
         plain = command("run", "--connect", address, *asked)
+        chat = command("run", "--connect", address, "--chat", "-p", "Hi", "-n", "4", "--temperature", "0")
+        assert chat.stdout.strip()
+        assert "--workers cannot be given with --connect" in command(
+            "run", "--connect", address, "--workers", "2", "-p", "x", exit_code=2
+        ).stderr
+        refuse_bad_messages(address)
         started.send_signal(signal.SIGTERM)
         assert started.wait(15) == 143
     local = answer(smollm2_path, "--workers", "2", "--compute-type", "f32", *asked)
