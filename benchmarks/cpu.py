@@ -94,20 +94,21 @@ def main() -> None:
     parser.add_argument("--chunk", default="auto")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.workers} workers x 1 thread")
-    print(f"{'':6} {'prompt 512, tok/s':>28} {'decode 128, tok/s':>28} {'shift exposed, ms':>22} {'anonymous MiB a worker'}")
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, torch {torch.__version__}, {options.workers} workers x 1 thread")
+    print(f"{'':6} {'prompt 512, tok/s':>28} {'decode 128, tok/s':>28} {'shift exposed, ms':>22} anonymous MiB")
     print(f"{'peer':6} {PEER['prompt']:>28,.1f} {PEER['decode']:>28,.1f}")
     record: dict[str, object] = {
         "benchmark": "cpu", "model": "SmolLM2-135M Q4_1", "workers": options.workers, "rounds": options.rounds,
         "chunk": options.chunk, "seed": options.seed, "torch": torch.__version__, "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(), "peer": PEER,
+        "machine": machine, "peer": PEER,
     }  # fmt: skip
     for compute_type in ComputeType:
         got = measure(compute_type, options.workers, options.rounds, options.chunk, options.seed)
+        memory = " / ".join(f"{mebibytes:,.0f}" for mebibytes in got.anonymous_mebibytes)
         print(
             f"{compute_type:6} {summary(got.prompt):>28} {summary(got.decode):>28} "
-            f"{summary(got.exposed_shift_milliseconds):>22} {' / '.join(f'{mib:,.0f}' for mib in got.anonymous_mebibytes)}"
-            f"   chunks {list(got.chunks)}; plain torch {PLAIN_TORCH[compute_type]}"
+            f"{summary(got.exposed_shift_milliseconds):>22} {memory}   chunks {list(got.chunks)}"
         )
         record[compute_type.value] = {
             "prompt": got.prompt, "decode": got.decode, "shift_exposed_ms": got.exposed_shift_milliseconds,

@@ -37,5 +37,9 @@ def external_cluster(
         )
         cluster = Cluster(channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds)
         cluster.join(lambda: meanwhile(port), (listener,))
-        yield cluster
+        try:
+            yield cluster
+        except (SystemExit, KeyboardInterrupt):
+            cluster.shutdown()  # serving ends this way: a good end for the workers
+            raise
         cluster.shutdown()

@@ -74,7 +74,7 @@ class Client:
         """
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         call = self._wire.call(
-            lambda number: build_generate(number, text, messages, ids, options), news.put, streaming=True
+            lambda number: build_generate(number, text, messages, ids, options), news.put
         )
         return Answer(self, _expect(news.get(), Accepted), news, call)
 
@@ -216,7 +216,7 @@ class AsyncClient:
         """As `Client.generate`; iterate with `async for`."""
         news, put = _inbox()
         self._wire.call(
-            lambda number: build_generate(number, text, messages, ids, options), put, streaming=True
+            lambda number: build_generate(number, text, messages, ids, options), put
         )
         return AsyncAnswer(self, _expect(await news.get(), Accepted), news)
 

@@ -129,7 +129,7 @@ class Generate(Request, frozen=True):
     verify_shift: bool = False
     tools: tuple[dict[str, Any], ...] | None = None  # for the chat template
     template_options: dict[str, Any] = {}
-    conversation: str | None = None
+    conversation: str | None = None  # a name within this connection: the next turn reads only what is new
     stream: bool = True
     plan_epoch: int | None = None
 
@@ -178,6 +178,8 @@ class Reply(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Greeted(Reply, frozen=True):
+    """What the client has reached."""
+
     protocol: int
     version: str
     model: str
@@ -225,6 +227,8 @@ class Failed(Reply, frozen=True):
 
 
 class Cancelled(Reply, frozen=True):
+    """The request is ending; its `Finished` follows."""
+
     request: RequestId
 
 
@@ -257,6 +261,8 @@ class Planned(Reply, frozen=True):
 
 
 class LayoutSet(Reply, frozen=True):
+    """The switch was taken: `layouts` holds from now on, in a new epoch."""
+
     layouts: LayoutStatus
 
 

@@ -14,6 +14,7 @@ from .client_messages import (
     Accepted,
     AnyReply,
     AnyRequest,
+    AskStatus,
     Greet,
     Greeted,
     GroupEnded,
@@ -38,7 +39,7 @@ class ClientWire:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._to_send: deque[AnyRequest] = deque()
-        self._inboxes: dict[int, tuple[Inbox, bool]] = {}  # by call; whether it goes on after `Accepted`
+        self._inboxes: dict[int, tuple[Inbox, type[AnyRequest]]] = {}  # by call
         self._failure: GearshiftError | None = None
         self._closing = False
         self._wake_end, self._waker_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,11 +48,11 @@ class ClientWire:
         self._thread.start()
         self.greeted = self._greet(timeout_seconds)
 
-    def call(self, build: Callable[[int], AnyRequest], inbox: Inbox, *, streaming: bool = False) -> int:
+    def call(self, build: Callable[[int], AnyRequest], inbox: Inbox) -> int:
         """Send a request; its replies go to `inbox`, and so does the error that ends the connection.
 
-        `streaming`: the call goes on after `Accepted`. Raises `InputError` when the message is too long or cannot be
-        written, and what ended the connection when that was before.
+        Raises `InputError` when the message is too long or cannot be written, and what ended the connection when that
+        was before.
         """
         number = next(self._numbers)
         request = build(number)
@@ -59,7 +60,7 @@ class ClientWire:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._inboxes[number] = inbox, streaming
+            self._inboxes[number] = inbox, type(request)
             self._to_send.append(request)
         self._wake()
         return number
@@ -133,25 +134,24 @@ class ClientWire:
 
     def _deliver(self, reply: AnyReply) -> None:
         if isinstance(reply, GroupEnded):
-            # Status may still be asked: only what is under way is told.
-            self._tell_all(reply_error(reply))
+            self._tell_all(reply_error(reply), but=AskStatus)  # which is answered even now
             return
         if reply.call is None:
             if isinstance(reply, Refused) and reply.kind is RefusalKind.SLOW_READER:
                 raise reply_error(reply)
             return
         with self._lock:
-            inbox, streaming = self._inboxes.get(reply.call, (None, False))
-            goes_on = streaming and isinstance(reply, Accepted | TokensWritten)
-            if not goes_on:
+            entry = self._inboxes.get(reply.call)
+            if not isinstance(reply, Accepted | TokensWritten):
                 self._inboxes.pop(reply.call, None)
-        if inbox is not None:
-            inbox(reply)
+        if entry is not None:
+            entry[0](reply)
 
-    def _tell_all(self, error: GearshiftError) -> None:
+    def _tell_all(self, error: GearshiftError, but: type[AnyRequest] | None = None) -> None:
         with self._lock:
-            inboxes, self._inboxes = self._inboxes, {}
-        for inbox, _ in inboxes.values():
+            told = {call: inbox for call, (inbox, kind) in self._inboxes.items() if kind is not but}
+            self._inboxes = {call: entry for call, entry in self._inboxes.items() if call not in told}
+        for inbox in told.values():
             inbox(error)
 
     def _end(self, failure: GearshiftError) -> None:

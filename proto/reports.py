@@ -37,6 +37,8 @@ class Heartbeat(Report, frozen=True):
 
 
 class LoadProgress(Report, frozen=True):
+    """Now and then while a model is read."""
+
     done_bytes: int
     total_bytes: int
 
@@ -102,6 +104,8 @@ class TickFinished(Report, frozen=True):
 
 
 class ShiftPrepared(Report, frozen=True):
+    """This rank can shift the request, or declines and says why."""
+
     request: RequestId
     accepted: bool
     reason: str = ""

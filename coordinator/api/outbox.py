@@ -24,6 +24,11 @@ class Outboxes:
         self._waiting: dict[ClientPeer, deque[AnyReply]] = {}
         self._dropped: set[ClientPeer] = set()
 
+    @property
+    def dropped(self) -> frozenset[ClientPeer]:
+        """Clients that read too slowly, until they are gone: nothing they send is served any more."""
+        return frozenset(self._dropped)
+
     def __len__(self) -> int:
         """Clients that are behind."""
         return len(self._waiting)
@@ -67,5 +72,5 @@ class Outboxes:
                     return False
                 case Sent.TAKEN:
                     queue.popleft()
-        self.forget(peer)
+        del self._waiting[peer]
         return True

@@ -5,6 +5,7 @@ Clients are told apart by their connection; request ids are the driver's own and
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 from ...proto.channel import ClientPeer
@@ -54,6 +55,7 @@ from .service import Service
 MAX_CLIENTS = 1024
 MAX_REQUESTS = 1024  # of all clients, waiting and running
 MAX_REQUESTS_OF_CLIENT = 256
+MAX_CONVERSATIONS_OF_CLIENT = 256
 MEMORY_SECONDS = 1.0  # for so long a rank's report of its memory is repeated
 
 Outgoing: TypeAlias = tuple[ClientPeer, AnyReply]
@@ -82,6 +84,7 @@ class RemoteApi:
         self._epoch = 0
         self._clients: dict[ClientPeer, dict[RequestId, Answer]] = {}
         self._client_of: dict[RequestId, ClientPeer] = {}
+        self._conversations: dict[ClientPeer, set[str]] = {}  # names as the driver knows them
         self._memory: tuple[MemoryReported, ...] = ()
         self._memory_at: float | None = None
         self._failure = ""
@@ -113,6 +116,8 @@ class RemoteApi:
             del self._client_of[request]
             if not self._failure:
                 self._driver.cancel(request)
+        for conversation in self._conversations.pop(peer, ()):
+            self._driver.forget(conversation)
 
     def _answer(self, peer: ClientPeer, request: AnyRequest) -> AnyReply:
         match request:
@@ -155,6 +160,8 @@ class RemoteApi:
         stream = TextStream(self._service.tokenizer.token_bytes, parse_stops(message.stop))
         context = self._driver.settings.context_tokens
         request = build_request(message, self._service, self._driver.spec.vocab, context, self._layouts)
+        if message.conversation is not None:
+            request = replace(request, conversation=self._own_conversation(peer, message.conversation))
         plan = self._driver.plan(request)
         request_id = self._driver.submit(request)
         answers[request_id] = Answer(message.call, request_id, stream, streamed=message.stream)
@@ -162,6 +169,15 @@ class RemoteApi:
         return Accepted(
             message.call, request_id, len(request.prompt), plan.prefill, plan.decode, request.sampling.seed
         )
+
+    def _own_conversation(self, peer: ClientPeer, name: str) -> str:
+        """The name within this connection: clients share no conversations, whatever they call them."""
+        names = self._conversations.setdefault(peer, set())
+        own = f"{peer.hex()}/{name}"
+        if own not in names and len(names) >= MAX_CONVERSATIONS_OF_CLIENT:
+            raise BusyError(f"{len(names)} conversations were begun on this connection")
+        names.add(own)
+        return own
 
     def _cancel(self, peer: ClientPeer, message: Cancel) -> Cancelled | Refused:
         if message.request not in self._clients[peer]:

@@ -69,6 +69,7 @@ class Server:
         self._door = door
         self._outboxes = Outboxes(listener.send, max_replies)
         self._looked_at = 0.0
+        self._at_hand: Knock | None = None  # what is being answered: still owed when the group fails over it
 
     def run(self, early: Sequence[Knock] = ()) -> NoReturn:
         """Raises what ended the group, after its clients were told; or what interrupted it."""
@@ -99,12 +100,16 @@ class Server:
         self._look_for_the_gone()
 
     def _take(self, knock: Knock) -> None:
+        if knock.peer in self._outboxes.dropped:
+            return  # the last it is told is that it was dropped
+        self._at_hand = knock
         if knock.hello is not None:
             self._door.answer(knock)
         elif knock.request is not None:
             self._post(self._api.handle(knock.peer, knock.request))
         else:
             self._post(self._api.fault(knock.peer, knock.fault, knock.call))
+        self._at_hand = None
 
     def _post(self, replies: Sequence[Outgoing]) -> None:
         self._lose(self._outboxes.post(replies))
@@ -118,13 +123,15 @@ class Server:
         if not self._listener.take_disconnects() or time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
-        for peer in self._api.clients:
+        for peer in (*self._api.clients, *self._outboxes.dropped):
             if self._listener.is_gone(peer):
                 self._outboxes.forget(peer)
                 self._api.left(peer)
 
     def _end(self, reason: str, grace_seconds: float) -> None:
         self._post(self._api.end(reason))
+        if self._at_hand is not None:
+            self._take(self._at_hand)
         deadline = time.monotonic() + grace_seconds
         while (left := deadline - time.monotonic()) > 0:
             self._listener.wait(min(left, POLL_SECONDS))

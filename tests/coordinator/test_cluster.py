@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from gearshift import __version__
@@ -303,3 +304,45 @@ def test_a_rank_far_behind_the_first_does_not_come(bench: Bench, monkeypatch: py
     bench.worker().send(hello(0, 2))
     with pytest.raises(WorkerLostError, match=r"rank 1 did not join within 0\.\d+ s"):
         cluster.join()
+
+
+def replaced(hello_of_rank: Hello, **fields: object) -> Hello:
+    return msgspec.structs.replace(hello_of_rank, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"version": "0.0.9"}, f"this coordinator is gearshift {__version__}, rank 1 is 0.0.9"),
+        ({"version": ""}, "rank 1 is unknown"),
+        ({"protocol": PROTOCOL_VERSION + 1}, f"speaks protocol {PROTOCOL_VERSION}"),
+        ({"torch_version": "1.0"}, "rank 1 runs torch 1.0, rank 0 (on here) torch none"),
+        ({"option_digest": "f00", "device": "H200"}, "rank 1 (device H200) was started with other options than rank 0"),
+    ],
+)
+def test_a_rank_that_differs_is_refused_and_named_when_the_join_fails(
+    bench: Bench, fields: dict[str, object], reason: str
+) -> None:
+    cluster = bench.cluster(join_timeout_seconds=1.0)
+    first, second = bench.worker(), bench.worker()
+    first.send(hello(0))
+    while not cluster._hellos:
+        cluster._next(0.1)
+    second.send(replaced(hello(1), **fields))
+    with pytest.raises(WorkerLostError, match="rank 1 did not join") as caught:
+        cluster.join()
+    assert reason in str(caught.value)
+    answer = second.receive(1)
+    assert isinstance(answer, Refuse)
+    assert reason in answer.reason
+
+
+def test_the_links_are_opened_with_every_ranks_host(bench: Bench) -> None:
+    cluster = bench.cluster()
+    workers = [bench.worker(), bench.worker()]
+    for rank, worker in enumerate(workers):
+        worker.send(replaced(hello(rank), host_identity=f"host-{rank}"))
+    cluster.join()
+    for worker in workers:
+        assert worker.receive(5) == Welcome()
+        assert worker.receive(5) == OpenLinks(GROUP, ("host-0", "host-1"))

@@ -113,7 +113,7 @@ def test_what_is_not_a_model_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "page.gguf").write_bytes(b"<!doctype html>")
     for text, message in {
         str(tmp_path / "absent.gguf"): "no such file",
-        str(tmp_path): "is a directory",
+        str(tmp_path): "holds 2 models",
         str(tmp_path / "empty.gguf"): "is empty",
         str(tmp_path / "page.gguf"): "not a GGUF file",
         str(tmp_path / "page.gguf" / "inside"): "cannot be opened",
@@ -121,7 +121,7 @@ def test_what_is_not_a_model_file_is_named(tmp_path: Path) -> None:
         "a\0b": "not a file name",
         "~nobody-by-this-name/model.gguf": "no such file",
     }.items():
-        with pytest.raises(ModelFileError, match=message):
+        with pytest.raises(InputError, match=message):
             resolve_model(text)
 
 

@@ -1,0 +1,217 @@
+"""Workers started by hand, on this host and on two: keys, meeting, and every rank that is wrong refused by name."""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import gearshift
+from gearshift.tests.helpers.commands import GEARSHIFT, answer
+from gearshift.tests.helpers.commands import gearshift as command
+from gearshift.tests.helpers.coordinators import (
+    TORCHRUN,
+    Told,
+    address_in,
+    coordinator_words,
+    ended,
+    place_of,
+    process,
+    run_json,
+    worker_words,
+)
+from gearshift.tests.helpers.two_hosts import Host, NotPermittedError, two_hosts
+
+PROMPT = (
+    "-p", "The capital of France is", "-n", "12", "--temperature", "0", "--prefill", "layer", "--decode", "tensor",
+)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def gathering(told: Told) -> str:
+    """Where a coordinator that waits for workers wants them: the command it prints says it."""
+    line = told.until("  torchrun ")
+    words = line.split()
+    return words[words.index("--coordinator") + 1]
+
+
+@pytest.fixture
+def tiny(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("llama-gqa-oddvocab")
+
+
+def test_two_hosts_with_keys_answer_as_one_does(smollm2_path: Path, tmp_path: Path) -> None:
+    key_file = tmp_path / "group.key"
+    command("keys", key_file)
+    elsewhere = tmp_path / "elsewhere" / "renamed.gguf"  # the other host has its own path
+    elsewhere.parent.mkdir()
+    elsewhere.symlink_to(smollm2_path)
+    with ExitStack() as stack:
+        try:
+            here, there = stack.enter_context(two_hosts())
+        except NotPermittedError as error:
+            pytest.skip(f"two network namespaces cannot be made here: {error}")
+        listen = f"tcp://{here.address}:5555"
+        words = [
+            *GEARSHIFT, "coordinator", smollm2_path, "--listen", listen, "--key-file", key_file, "--workers", "2",
+            "--external", "--compute-type", "f32", "--context", "256", "--join-timeout", "90",
+        ]  # fmt: skip
+        coordinator, told = stack.enter_context(process(here.inside(words)))
+        told.until("  torchrun ")
+        started = [
+            stack.enter_context(process(host.inside(torchrun(rank, here, listen, key_file, path))))
+            for rank, (host, path) in enumerate(((here, ""), (there, elsewhere)))
+        ]
+        told.until("listening at ")
+        over_there = there.inside([*GEARSHIFT, "run", "--connect", listen, "--key-file", key_file, *PROMPT, "--json"])
+        remote = run_json(over_there)
+        local = answer(smollm2_path, "--workers", "2", "--compute-type", "f32", *PROMPT)
+        assert remote["completion_tokens"] == local["completion_tokens"]
+        assert remote["text"] == local["text"]
+        assert remote["shift"]["kv_bytes"] == local["shift"]["kv_bytes"] > 0
+        no_keys = there.inside([*GEARSHIFT, "run", "--connect", listen, *PROMPT])
+        assert "key file" in ended(no_keys, exit_code=3)
+        coordinator.terminate()
+        assert coordinator.wait(15) == 143
+        for worker, worker_told in started:
+            assert worker.wait(30) == 0, worker_told.rest()
+
+
+def torchrun(rank: int, first: Host, coordinator: str, key_file: Path, model: Path | str) -> list[str | Path]:
+    return [
+        *TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--master-addr", first.address,
+        "--master-port", "29511", "-m", "gearshift.worker", "--coordinator", coordinator, "--key-file", key_file,
+        "--device", "cpu", "--threads", "1", *(("--model-path", model) if model else ()),
+    ]  # fmt: skip
+
+
+# On one host, each worker started alone
+
+
+def external_words(model: Path, *words: str | Path) -> list[str | Path]:
+    return coordinator_words(model, "--workers", "2", "--external", "--context", "128", *words)
+
+
+def test_workers_started_by_hand_serve_and_end_well(tiny: Path) -> None:
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny)))
+        address, port = gathering(told), free_port()
+        workers = [
+            stack.enter_context(process(worker_words(address), place_of(rank, 2, port))) for rank in range(2)
+        ]
+        with gearshift.Client(address_in(told), timeout_seconds=10) as client:
+            result = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
+            assert len(result.tokens) == 5
+            # One more under a rank that is taken is sent away, and harms nobody.
+            with process(worker_words(address), place_of(1, 2, port)) as (extra, extra_told):
+                assert extra.wait(60) == 2
+                assert "rank 1 has already joined" in extra_told.rest()
+            again = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
+            assert again.tokens == result.tokens
+        coordinator.terminate()
+        assert coordinator.wait(15) == 143
+        assert [worker.wait(15) for worker, _ in workers] == [0, 0]
+
+
+def test_a_rank_that_is_missing_and_one_that_came_twice_are_named(tiny: Path) -> None:
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny, "--join-timeout", "10")))
+        address, port = gathering(told), free_port()
+        began = time.monotonic()
+        twins = [stack.enter_context(process(worker_words(address), place_of(1, 2, port))) for _ in range(2)]
+        assert coordinator.wait(40) == 3
+        assert time.monotonic() - began < 25
+        assert "rank 0 did not join within 10 s (of 2 ranks)" in told.rest()
+        assert "as rank 1: rank 1 has already joined" in told.text
+        assert sorted(worker.wait(20) for worker, _ in twins) == [2, 3]  # refused; left alone
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "says"),
+    [
+        (3, (), "this group has 2 ranks, the worker was told 3"),
+        (2, ("--group", "another"), "belongs to another launch"),
+    ],
+)
+def test_a_worker_of_another_group_is_refused(
+    tiny: Path, world_size: int, words: tuple[str, ...], says: str
+) -> None:
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny, "--join-timeout", "8")))
+        place = place_of(1, world_size, free_port())
+        worker, worker_told = stack.enter_context(process(worker_words(gathering(told), *words), place))
+        assert worker.wait(40) == 2
+        assert says in worker_told.rest()
+        assert coordinator.wait(40) == 3
+        assert "rank 0, 1 did not join" in told.rest()
+        assert says in told.text
+
+
+def test_a_rank_with_another_model_file_ends_the_group_by_name(
+    tiny: Path, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    changed = bytearray(tiny.read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / "changed.gguf").write_bytes(changed)
+    for other, says in (
+        (tmp_path / "changed.gguf", "is another file than the coordinator's"),
+        (tiny_model("llama-yarn"), "at the coordinator"),
+        (tmp_path / "absent.gguf", "--model-path"),
+    ):
+        with ExitStack() as stack:
+            coordinator, told = stack.enter_context(process(external_words(tiny)))
+            address, port = gathering(told), free_port()
+            stack.enter_context(process(worker_words(address), place_of(0, 2, port)))
+            stack.enter_context(process(worker_words(address, "--model-path", other), place_of(1, 2, port)))
+            assert coordinator.wait(60) == 2
+            assert "rank 1" in told.rest()
+            assert says in told.text
+            assert other.name in told.text
+
+
+@pytest.mark.parametrize("interface", ["eth99", "=^lo", "^lo"])
+def test_an_interface_that_is_not_there_is_named(tiny: Path, interface: str) -> None:
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny)))
+        address, port = gathering(told), free_port()
+        stack.enter_context(process(worker_words(address), place_of(0, 2, port)))
+        wrong = place_of(1, 2, port) | {"GLOO_SOCKET_IFNAME": interface}
+        stack.enter_context(process(worker_words(address), wrong))
+        assert coordinator.wait(60) == 2
+        assert f"rank 1: GLOO_SOCKET_IFNAME={interface} names no interface" in told.rest()
+
+
+def test_ranks_whose_hosts_differ_do_not_meet_over_loopback(tiny: Path) -> None:
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny)))
+        address, port = gathering(told), free_port()
+        for rank in range(2):
+            words = worker_words(address, "--host-name", f"host-{rank}")
+            stack.enter_context(process(words, place_of(rank, 2, port)))
+        assert coordinator.wait(60) == 2
+        assert "set GLOO_SOCKET_IFNAME" in told.rest()
+
+
+def test_hosts_of_other_names_share_no_memory_and_answer_the_same(tiny: Path) -> None:
+    with ExitStack() as stack:
+        _, told = stack.enter_context(process(external_words(tiny)))
+        address, port = gathering(told), free_port()
+        for rank in range(2):
+            words = worker_words(address, "--host-name", f"host-{rank}")
+            place = place_of(rank, 2, port) | {"GLOO_SOCKET_IFNAME": "lo"}
+            stack.enter_context(process(words, place))
+        with gearshift.Client(address_in(told), timeout_seconds=10) as client:
+            assert [rank.host for rank in client.status().ranks] == ["host-0", "host-1"]
+            apart = client.generate(ids=[1, 2, 3], max_tokens=8, temperature=0.0, ignore_eos=True).result()
+    with (
+        process(coordinator_words(tiny, "--workers", "2", "--context", "128")) as (_, told),
+        gearshift.Client(address_in(told), timeout_seconds=10) as client,
+    ):
+        together = client.generate(ids=[1, 2, 3], max_tokens=8, temperature=0.0, ignore_eos=True).result()
+    assert apart.tokens == together.tokens
