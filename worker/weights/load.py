@@ -31,7 +31,7 @@ class WeightLoader:
     ) -> None:
         self._spec, self._placement, self._rank, self._files = spec, placement, rank, files
         self._dtype, self._device, self._ledger, self._note = dtype, device, ledger, note
-        self._device_loader: DeviceLoader | None = None  # noqa: F823
+        self._device_loader: DeviceLoader | None = None
         if device.type == "cuda" and dtype is torch.bfloat16:
             from . import device_load  # late: the kernels behind it need a GPU's compiler
 
