@@ -28,7 +28,7 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.layouts import some_ids
 
 LOOK_SECONDS = 0.005
-PIECES_BYTES = 24 << 20  # a few pieces of 4 MiB in several copies, and the allocator's slack
+PIECES_BYTES = 16 << 20  # a few pieces of 4 MiB in several copies, and the allocator's slack
 CONTEXT_TOKENS = 64
 
 

@@ -11,7 +11,7 @@ from ...proto.model import ModelSpec, TensorInfo
 from ...proto.placement.plan import Placement
 from ...proto.placement.slices import TensorSlice, head_slice, layer_slice
 from ..kernels.matrix import AnyMatrix, Matrix
-from ..memory import MemoryLedger
+from ..memory import MemoryLedger, return_freed_memory
 from .layer import LayerWeights, PartWeights, Weights
 from .mapped_file import MappedModel
 
@@ -40,12 +40,14 @@ class WeightLoader:
     def load(self) -> Weights:
         head_rows = head_slice(self._spec, self._placement, self._rank)
         factor_names = {layer.rope.factors_tensor for layer in self._spec.layers}
-        return Weights(
+        weights = Weights(
             layers=tuple(self._layer(layer) for layer in range(len(self._spec.layers))),
             output_norm=self._vector(self._spec.tensors["output_norm.weight"]),
             head=self._matrix([(self._spec.tensors[self._spec.head_tensor], head_rows)]),
             rope_factors={name: self._vector(self._spec.tensors[name]) for name in factor_names if name is not None},
         )
+        return_freed_memory()
+        return weights
 
     def embedding(self) -> "EmbeddingTable":
         """token_embd for a GPU's kernels; only where matrices are kept quantised."""
@@ -54,6 +56,7 @@ class WeightLoader:
 
     def _layer(self, layer: int) -> LayerWeights:
         parts = tuple(self._part(layer, part) for part in self._placement.parts_held(layer, self._rank))
+        return_freed_memory()
         return LayerWeights(
             parts=parts,
             own=next(part for part in parts if part.part == self._rank),
