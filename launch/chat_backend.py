@@ -8,7 +8,7 @@ from ..coordinator.chat.format import ChatFormat
 from ..coordinator.chat.messages import Message
 from ..coordinator.chat.reasoning import MARK_TEXTS, Piece, PieceKind, ReasoningSplit
 from ..coordinator.driver import Driver
-from ..coordinator.generation import FinishReason, GenerationRequest
+from ..coordinator.generation import FinishReason, GenerationRequest, GenerationResult
 from ..coordinator.text_stream import TextStream
 from ..coordinator.tokenizer import Tokenizer
 from ..proto.errors import DoesNotFitError, RequestFailedError
@@ -94,18 +94,23 @@ class LocalChat:
         take(split.finish())
         if result.error is not None:
             raise RequestFailedError(result.error)
-        return ChatAnswer(
-            text=shown[PieceKind.ANSWER],
-            reasoning=shown[PieceKind.REASONING],
-            prompt_tokens=result.prompt_tokens,
-            cached_tokens=result.prefill.cached_tokens,
-            answer_tokens=len(result.tokens),
-            prompt_seconds=result.prefill.seconds,
-            tokens_per_second=result.decode.tokens_per_second,
-            stopped=result.finish_reason is FinishReason.CANCELLED,
-            at_limit=result.finish_reason is FinishReason.LENGTH,
-            warning=result.warning,
-        )
+        return chat_answer(shown, result)
+
+
+def chat_answer(shown: Mapping[PieceKind, str], result: GenerationResult) -> ChatAnswer:
+    """One turn's story from what was shown and what the request came to."""
+    return ChatAnswer(
+        text=shown[PieceKind.ANSWER],
+        reasoning=shown[PieceKind.REASONING],
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.prefill.cached_tokens,
+        answer_tokens=len(result.tokens),
+        prompt_seconds=result.prefill.seconds,
+        tokens_per_second=result.decode.tokens_per_second,
+        stopped=result.finish_reason is FinishReason.CANCELLED,
+        at_limit=result.finish_reason is FinishReason.LENGTH,
+        warning=result.warning,
+    )
 
 
 def bytes_with_marks(tokenizer: Tokenizer) -> Callable[[int], bytes]:

@@ -1,7 +1,7 @@
 """`gearshift run --connect`: the same prompt, answer and tables, by a group that runs already."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,14 @@ def _options(run: RemoteRun, chosen: Settings) -> dict[str, Any]:
         "logprobs": run.logprobs,
         "template_options": dict(run.template_options),
     }
-    for name in (*(setting.name for setting in SAMPLING_SETTINGS), "prefill", "decode", "chunk", "verify_shift"):
+    options |= settings_options(chosen, ("prefill", "decode", "chunk", "verify_shift"))
+    return options
+
+
+def settings_options(chosen: Settings, further: Sequence[str]) -> dict[str, Any]:
+    """Sampling and `further` settings as the client takes them, where the user set them; all else is the group's."""
+    options: dict[str, Any] = {}
+    for name in (*(setting.name for setting in SAMPLING_SETTINGS), *further):
         value = chosen.values[name]
         if value.source is not Source.BUILT_IN:
             options[_FIELD_OF_SETTING.get(name, name)] = value.value

@@ -1,9 +1,12 @@
 """`gearshift chat`: a conversation in the terminal."""
 
+from collections.abc import Mapping, Sequence
+
+from ...proto.errors import InputError
 from .. import flags
 from ..chat_setup import first_messages, open_format, parse_template_options
 from ..console import note, warn
-from ..options import group_settings, layout_settings
+from ..options import group_settings, layout_settings, parse_logit_bias
 from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
 
@@ -14,12 +17,14 @@ gearshift chat model.gguf --system "Answer in one sentence." --temperature 0
 
 gearshift chat model.gguf --template-option enable_thinking=false
 
+gearshift chat --connect tcp://127.0.0.1:5555
+
 gearshift chat model.gguf --messages talk.json < questions.txt > answers.txt
 """
 
 
 def chat(
-    model: flags.Model,
+    model: flags.OptionalModel = None,
     system: flags.System = None,
     messages: flags.MessagesFile = None,
     template: flags.ChatTemplate = None,
@@ -49,6 +54,8 @@ def chat(
     frequency_penalty: flags.FrequencyPenalty = None,
     logit_bias: flags.LogitBias = None,
     seed: flags.Seed = None,
+    connect: flags.Connect = None,
+    key_file: flags.KeyFile = None,
 ) -> None:
     """Talk with a model: a line is a message, and a turn reads only what is new of the conversation.
 
@@ -61,6 +68,37 @@ def chat(
     from ..chat_terminal import ChatTerminal
     from ..session_setup import choose_context, open_model, open_session
 
+    stops, options = parse_stops(stop), parse_template_options(template_option or ())
+    first = first_messages(system, messages)
+    sampling_flags: dict[str, object] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "repeat_last_n": repeat_last_n,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    if connect is not None:
+        of_the_group = {
+            "MODEL": model, "--template": template, "--workers": workers, "--device": device, "--threads": threads,
+            "--max-chunk": max_chunk, "--context": context, "--layer-split": layer_split,
+            "--layer-share": layer_share, "--tensor-share": tensor_share, "--compute-type": compute_type,
+            "--kv-type": kv_type,
+        }  # fmt: skip
+        limits: dict[str, object] = {
+            "max_tokens": max_tokens,
+            "stop": stops,
+            "template_options": options,
+            "logit_bias": parse_logit_bias("--logit-bias", logit_bias or ()),
+        }
+        chosen = sampling_flags | {"prefill": prefill, "decode": decode, "chunk": chunk}
+        _chat_remotely(connect, key_file, first, chosen, limits, of_the_group)
+        return
+    if model is None or key_file is not None:
+        raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(
         workers=workers,
         device=device,
@@ -73,22 +111,10 @@ def chat(
         kv_type=kv_type,
     )
     layouts = layout_settings(prefill, decode, chunk)
-    stops, options = parse_stops(stop), parse_template_options(template_option or ())
-    first = first_messages(system, messages)
     opened = open_model(model)
     sampling = choose_sampling(
         opened.files.metadata,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repeat_penalty": repeat_penalty,
-            "repeat_last_n": repeat_last_n,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        },
+        sampling_flags,
         logit_bias=logit_bias or (),
     )
     validate(sampling.parameters, opened.spec.vocab)
@@ -114,3 +140,29 @@ def chat(
             terminal = ChatTerminal()
             terminal.tell(HELP)
             converse(backend, terminal, first)
+
+
+def _chat_remotely(
+    address: str,
+    key_file: str | None,
+    first: Sequence[dict[str, object]],
+    chosen: Mapping[str, object],
+    limits: Mapping[str, object],
+    of_the_group: Mapping[str, object],
+) -> None:
+    """Talk with a group that runs already. `chosen` by setting name; `of_the_group`: what only a coordinator takes."""
+    from ...proto.client import Client
+    from ..chat_loop import HELP, converse
+    from ..chat_remote import RemoteChat
+    from ..chat_terminal import ChatTerminal
+    from ..connect import settings_options
+
+    given = [name for name, value in of_the_group.items() if value is not None]
+    if given:
+        raise InputError(f"{', '.join(given)} cannot be given with --connect: the coordinator was started with its own")
+    options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
+    with Client(address, key_file=key_file) as client:
+        note(f"connected to {address}: {client.model}, {client.context_tokens} tokens of context")
+        terminal = ChatTerminal()
+        terminal.tell(HELP)
+        converse(RemoteChat(client, options), terminal, first)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gearshift.tests.helpers.commands import GEARSHIFT, TIMEOUT_SECONDS, answer
+from gearshift.tests.helpers.coordinators import address_in, coordinator_words, process
 
 COLD = ("--temperature", "0", "--compute-type", "f32", "--threads", "1")
 QUESTION = "What is the capital of France?"
@@ -72,10 +73,10 @@ def terminal(*words: str) -> Iterator[tuple["subprocess.Popen[bytes]", Typist]]:
 
 def test_a_session_on_a_terminal_survives_ctrl_c(smollm2_path: Path) -> None:
     words = ("chat", str(smollm2_path), "--workers", "2", "--system", "Tell long stories.", *COLD)
-    with terminal(*words) as (process, typist):
+    with terminal(*words) as (chat, typist):
         typist.wait_for("Ctrl-C stops an answer")
         typist.wait_for("> ")
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(chat.pid).children(recursive=True)
         assert len(children) >= 3  # two workers, and the template's process
         typist.type("Tell me of the sea.\n")
         typist.wait_for("sea.\r\n")
@@ -93,7 +94,7 @@ def test_a_session_on_a_terminal_survives_ctrl_c(smollm2_path: Path) -> None:
         assert "kept from before" in typist.wait_for(", stopped]")
         typist.wait_for("> ")
         typist.type("\x04")
-        assert process.wait(TIMEOUT_SECONDS) == 0
+        assert chat.wait(TIMEOUT_SECONDS) == 0
         assert not any(child.is_running() for child in children)
 
 
@@ -132,6 +133,38 @@ def test_a_conversation_from_a_file_is_answered_at_once(smollm2_path: Path, tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "gearshift: One question, please." in done.stderr.splitlines()
+
+
+def test_a_group_that_runs_already_is_talked_to_the_same_way(smollm2_path: Path) -> None:
+    with process(coordinator_words(smollm2_path, "--workers", "2")) as (coordinator, told):
+        address = address_in(told)
+        done = subprocess.run(
+            [*GEARSHIFT, "chat", "--connect", address, "-n", "12", "--temperature", "0"],
+            input=f"{QUESTION}\nAnd of Italy?\n", capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[0] == "The capital of France is Paris."
+        assert sum(line.startswith("[read ") and "kept from before" in line for line in done.stderr.splitlines()) == 1
+        with terminal("chat", "--connect", address, "--temperature", "0", "--system", "Tell long stories.") as (
+            chat,
+            typist,
+        ):
+            typist.wait_for("> ")
+            typist.type("Tell me of the sea.\n")
+            typist.wait_for("sea.\r\n")
+            typist.wait_for_characters(20)
+            typist.type("\x03")
+            typist.wait_for(", stopped]")
+            typist.wait_for("> ")
+            typist.type("/exit\n")
+            assert chat.wait(TIMEOUT_SECONDS) == 0
+        assert coordinator.poll() is None
+
+
+def test_what_a_running_group_was_started_with_cannot_be_given(refused: Callable[..., str]) -> None:
+    line = refused("chat", "--connect", "tcp://127.0.0.1:1", "--workers", "2", "--context", "64")
+    assert "--workers, --context cannot be given with --connect" in line
+    assert "give a MODEL" in refused("chat")
 
 
 def test_f14_a_model_without_a_template_refuses_chat_and_takes_raw_prompts(

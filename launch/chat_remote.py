@@ -1,0 +1,70 @@
+"""A conversation with a group that runs already: `gearshift chat --connect`."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import convert
+
+from ..coordinator.chat.messages import Message
+from ..coordinator.chat.reasoning import Piece, PieceKind, ReasoningSplit
+from ..coordinator.generation import GenerationResult
+from ..proto.client import Answer, Client
+from ..proto.errors import RequestFailedError
+from .chat_backend import CONVERSATION, ChatAnswer, chat_answer
+
+INTERRUPT_SECONDS = 0.1  # between two looks
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteChat:
+    """`options` are the client's: sampling, layouts, limits. The coordinator renders the template, and keeps the
+    conversation's keys and values as long as the client stays connected."""
+
+    client: Client
+    options: Mapping[str, Any]
+
+    def answer(
+        self, messages: Sequence[Message], show: Callable[[Piece], None], interrupted: Callable[[], bool]
+    ) -> ChatAnswer:
+        split, shown = ReasoningSplit(), dict.fromkeys(PieceKind, "")
+
+        def take(pieces: list[Piece]) -> None:
+            for piece in pieces:
+                shown[piece.kind] += piece.text
+                show(piece)
+
+        with (
+            self.client.generate(messages=messages, conversation=CONVERSATION, **self.options) as answer,
+            _cancelled_when(interrupted, answer),
+        ):
+            for text in answer:
+                take(split.feed(text))
+            told = answer.result()
+        take(split.finish())
+        result = convert(told.facts, GenerationResult)
+        if result.error is not None:
+            raise RequestFailedError(result.error)
+        return chat_answer(shown, result)
+
+
+@contextmanager
+def _cancelled_when(interrupted: Callable[[], bool], answer: Answer) -> Iterator[None]:
+    """Waiting for an answer's next piece sees no Ctrl-C: a thread looks for it."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(INTERRUPT_SECONDS):
+            if interrupted():
+                answer.cancel()
+                return
+
+    watcher = threading.Thread(target=watch, name="interrupts", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
