@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..proto.errors import DoesNotFitError
-from ..proto.kv import BundleTable
-from .kept import KeptSequences, blocks_of
+from ..proto.kv import BundleTable, block_count
+from .kept import KeptSequences
 from .session import Session
 from .slots import SlotPool
 
@@ -45,7 +45,7 @@ class Admission:
         return grant
 
     def _grant(self, session: Session, *, shifts: bool) -> Grant | None:
-        plan, blocks = session.plan, blocks_of(session.plan.cells)
+        plan, blocks = session.plan, block_count(session.plan.cells)
         if not self._slots.fits(blocks, (plan.prefill, plan.decode if shifts else plan.prefill)):
             return None
         table = self._slots.grant(blocks, plan.prefill)
@@ -71,7 +71,7 @@ class Admission:
         if conversation is None or prefix is None or sequence is None:
             session.read_all()
             return None
-        kept_blocks, blocks = blocks_of(prefix.tokens), blocks_of(plan.cells)
+        kept_blocks, blocks = block_count(prefix.tokens), block_count(plan.cells)
         returns = plan.first_layout is not plan.prefill
         other = plan.prefill if returns else plan.decode
         to = other if returns or _shifts(session) else plan.first_layout

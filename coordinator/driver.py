@@ -8,7 +8,7 @@ from typing import TypeVar, assert_never
 from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, Shutdown
 from ..proto.errors import InputError, ProtocolError, WorkerLostError
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
-from ..proto.kv import BLOCK_TOKENS, KvFormat, row_bytes
+from ..proto.kv import KvFormat, block_count, row_bytes
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from ..proto.reports import (
@@ -380,7 +380,7 @@ def generate(
 
 
 def _slots_of_rank(placement: Placement, settings: DriverSettings) -> tuple[int, ...]:
-    blocks = -(-settings.context_tokens // BLOCK_TOKENS)
+    blocks = block_count(settings.context_tokens)
     open_journeys = journeys(placement.ranks, settings.prefill, settings.decode)
     one = slots_needed(blocks, placement.ranks, zero_bundles(placement), open_journeys)
     return tuple(slots * settings.parallel_requests for slots in one)

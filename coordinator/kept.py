@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..proto.ids import Layout, RequestId
-from ..proto.kv import BLOCK_TOKENS, BundleTable
+from ..proto.kv import BundleTable, block_count
 from .generation import KeptPrefix
 from .slots import SlotPool
 
@@ -37,7 +37,7 @@ class KeptSequences:
     def keep(self, conversation: str, sequence: KeptSequence) -> None:
         """Take over the sequence's slots; an older one of the conversation is dropped."""
         self.drop(conversation)
-        blocks = blocks_of(len(sequence.tokens))
+        blocks = block_count(len(sequence.tokens))
         table = self._slots.trim(sequence.table, sequence.layout, blocks)
         self._sequences[conversation] = KeptSequence(sequence.source, sequence.tokens, sequence.layout, table)
         while len(self._sequences) > self._most:
@@ -77,11 +77,6 @@ class KeptSequences:
             return False
         self.drop(oldest)
         return True
-
-
-def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many positions."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..proto.kv import BLOCK_TOKENS, KvFormat
+from ..proto.kv import BLOCK_TOKENS, KvFormat, block_count
 from ..proto.model import ModelSpec
 from ..proto.placement.bundles import slot_bytes
 from ..proto.placement.memory import file_bytes, weight_bytes
@@ -21,7 +21,7 @@ class RankNeed:
     other_bytes: int
 
     def total_bytes(self, context_tokens: int) -> int:
-        blocks = -(-context_tokens // BLOCK_TOKENS)
+        blocks = block_count(context_tokens)
         return self.weight_bytes + blocks * self.kv_block_bytes + self.other_bytes
 
 

@@ -21,7 +21,7 @@ from ..proto.commands import (
 )
 from ..proto.errors import ProtocolError
 from ..proto.ids import Rank
-from ..proto.kv import BLOCK_TOKENS, BundleTable
+from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count
 from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftPrepared
 from .generation import FinishReason, RequestPlan, TokenEvent
 
@@ -191,7 +191,7 @@ class Session:
         moves = []
         for stage, written in enumerate(self._written):
             whole = written == self.prompt_tokens or self.phase is Phase.RETURN
-            end = self._blocks(written) if whole else written // BLOCK_TOKENS
+            end = block_count(written) if whole else written // BLOCK_TOKENS
             first, self._moved_blocks[stage] = self._moved_blocks[stage], end
             if end > first:
                 moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
@@ -208,8 +208,8 @@ class Session:
     def can_commit(self) -> bool:
         """All blocks are in moves of ticks already built."""
         if self.phase is Phase.RETURN:
-            return self.target is not None and min(self._moved_blocks) == self._blocks(self.plan.cached_tokens)
-        return self.phase is Phase.SHIFT and min(self._moved_blocks) == self._blocks(self.prompt_tokens)
+            return self.target is not None and min(self._moved_blocks) == block_count(self.plan.cached_tokens)
+        return self.phase is Phase.SHIFT and min(self._moved_blocks) == block_count(self.prompt_tokens)
 
     def commit(self) -> list[AnyCommand]:
         """From here on the request runs in the target's layout. The caller releases the source's slots, but for those
@@ -249,9 +249,6 @@ class Session:
             self.plan = replace(self.plan, prefill=self.layout)
             self.phase = Phase.PREFILL
         return [AbandonShift(self.plan.request_id)]
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // BLOCK_TOKENS)
 
     # Decode
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..proto.errors import InputError, RequestFailedError
 from ..proto.ranges import LayerRange
 from .console import busy, note, stderr_console, warn
-from .options import parse_logit_bias
+from .options import GROUP_FLAGS, flags_named, parse_logit_bias
 from .prompts import PromptText, PromptTokens
 from .settings import SAMPLING_SETTINGS, Settings, Source
 from .user_folders import current_settings
@@ -38,13 +38,19 @@ class RemoteRun:
     as_json: bool
 
 
-def run_remotely(run: RemoteRun, flags: Mapping[str, object], of_the_group: Mapping[str, object]) -> None:
-    """Answer the prompt. `flags` by setting name; `of_the_group` are flags that only a coordinator takes."""
+def refuse_flags_of_the_group(arguments: Mapping[str, Any]) -> None:
+    """A command's arguments by name: those that only a coordinator takes cannot go with --connect."""
+    names = ("model", "template", *GROUP_FLAGS, "context")
+    given = [name for name, value in flags_named(names, arguments).items() if value is not None]
+    if given:
+        flags = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"{flags} cannot be given with --connect: the coordinator was started with its own")
+
+
+def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:
+    """Answer the prompt. `flags` by setting name."""
     from ..proto.client import Client
 
-    given = [name for name, value in of_the_group.items() if value is not None]
-    if given:
-        raise InputError(f"{', '.join(given)} cannot be given with --connect: the coordinator was started with its own")
     if not run.chat and (run.system is not None or run.template_options):
         raise InputError("--system and --template-option belong to --chat")
     options = _options(run, current_settings(flags))

@@ -3,16 +3,16 @@
 A flag that is None was not given: environment, config file, model file and built-in values follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
-from .settings import Source
+from .settings import SAMPLING_SETTINGS, Source
 from .user_folders import current_settings
 
 if TYPE_CHECKING:
@@ -53,6 +53,18 @@ class LayoutSettings:
     prefill: Layout | None
     decode: Layout | None
     chunk_rule: "ChunkRule"
+
+
+GROUP_FLAGS = (
+    "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
+    "kv_type",
+)  # fmt: skip
+SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
+
+
+def flags_named(names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that have these names: what several commands take alike is handed on as one."""
+    return {name: arguments[name] for name in names}
 
 
 def group_settings(

@@ -7,6 +7,11 @@ from .ids import KvType
 BLOCK_TOKENS = 64  # tokens in one block: a bundle holds one block
 
 
+def block_count(tokens: int) -> int:
+    """Blocks that hold `tokens` positions."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
 class KvFormat(Struct, frozen=True):
     """Types of keys and values."""
 

@@ -25,10 +25,6 @@ class Span(Struct, frozen=True, order=True):
     def __contains__(self, index: int) -> bool:
         return self.first <= index < self.end
 
-    def scaled(self, width: int) -> Self:
-        """The same range in units `width` times smaller."""
-        return type(self)(self.first * width, self.end * width)
-
     def relative_to(self, origin: int) -> Self:
         return type(self)(self.first - origin, self.end - origin)
 

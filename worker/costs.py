@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 
 from ..proto.commands import MeasureCosts
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
-from ..proto.kv import BLOCK_TOKENS
+from ..proto.kv import block_count
 from ..proto.model import ModelSpec
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
@@ -60,7 +60,7 @@ def _made_up_request(
 ) -> RequestState:
     """A request whose blocks all lie in the arena's first slots, over and over: timing needs no contents of its own."""
     slots = kv.arena.shape[0]
-    blocks = -(-tokens // BLOCK_TOKENS)
+    blocks = block_count(tokens)
     run = SlotRun.of(tuple(block % slots for block in range(blocks)), device) if slots else SlotRun.of((), device)
     bundles = held_bundles(placement, rank, layout)
     return RequestState(RequestId(-1), layout, dict.fromkeys(bundles, run))

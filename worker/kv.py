@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..proto.ids import KvType, Rank
-from ..proto.kv import BLOCK_TOKENS, KvFormat
+from ..proto.kv import BLOCK_TOKENS, KvFormat, block_count
 from ..proto.model import ModelSpec
 from ..proto.placement import bundles
 from ..proto.placement.plan import Placement
@@ -112,7 +112,7 @@ class KvStore:
 
     def _gather(self, kv_type: KvType, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         skipped = first // BLOCK_TOKENS
-        blocks = run.blocks(rows, -(-length // BLOCK_TOKENS))[skipped:].transpose(0, 1)
+        blocks = run.blocks(rows, block_count(length))[skipped:].transpose(0, 1)
         if kv_type is KvType.Q8_0:
             blocks = dequantize_q8_0(blocks, self._dtype)
         # One pass that gathers, joins the blocks and converts.
@@ -125,7 +125,7 @@ class KvStore:
     def raw_rows(self, bundle: Bundle, layer: int, run: SlotRun, tokens: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(head index, key rows, value rows) as stored, the first `tokens` positions in order."""
         region = self._regions[bundle, layer]
-        count = -(-tokens // BLOCK_TOKENS)
+        count = block_count(tokens)
         keys, values = run.blocks(region.keys, count), run.blocks(region.values, count)
         for head in range(keys.shape[1]):
             yield head, keys[:, head].flatten(0, 1)[:tokens], values[:, head].flatten(0, 1)[:tokens]

@@ -6,7 +6,14 @@ from ...proto.errors import InputError
 from .. import flags
 from ..chat_setup import first_messages, open_format, parse_template_options
 from ..console import note, warn
-from ..options import group_settings, layout_settings, parse_logit_bias
+from ..options import (
+    GROUP_FLAGS,
+    SAMPLING_FLAGS,
+    flags_named,
+    group_settings,
+    layout_settings,
+    parse_logit_bias,
+)
 from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
 
@@ -61,6 +68,7 @@ def chat(
 
     Ctrl-C stops an answer, Ctrl-D or /exit ends. Where standard input is no terminal, its lines are the messages.
     """
+    arguments = locals()
     from ...coordinator.text_stream import parse_stops
     from ...proto.sampling import validate
     from ..chat_backend import LocalChat
@@ -70,24 +78,11 @@ def chat(
 
     stops, options = parse_stops(stop), parse_template_options(template_option or ())
     first = first_messages(system, messages)
-    sampling_flags: dict[str, object] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "repeat_last_n": repeat_last_n,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-    }
+    sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
-        of_the_group = {
-            "MODEL": model, "--template": template, "--workers": workers, "--device": device, "--threads": threads,
-            "--max-chunk": max_chunk, "--context": context, "--layer-split": layer_split,
-            "--layer-share": layer_share, "--tensor-share": tensor_share, "--compute-type": compute_type,
-            "--kv-type": kv_type,
-        }  # fmt: skip
+        from ..connect import refuse_flags_of_the_group
+
+        refuse_flags_of_the_group(arguments)
         limits: dict[str, object] = {
             "max_tokens": max_tokens,
             "stop": stops,
@@ -95,21 +90,11 @@ def chat(
             "logit_bias": parse_logit_bias("--logit-bias", logit_bias or ()),
         }
         chosen = sampling_flags | {"prefill": prefill, "decode": decode, "chunk": chunk}
-        _chat_remotely(connect, key_file, first, chosen, limits, of_the_group)
+        _chat_remotely(connect, key_file, first, chosen, limits)
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(
-        workers=workers,
-        device=device,
-        threads=threads,
-        max_chunk=max_chunk,
-        layer_split=layer_split,
-        layer_share=layer_share,
-        tensor_share=tensor_share,
-        compute_type=compute_type,
-        kv_type=kv_type,
-    )
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     opened = open_model(model)
     sampling = choose_sampling(
@@ -148,18 +133,14 @@ def _chat_remotely(
     first: Sequence[dict[str, object]],
     chosen: Mapping[str, object],
     limits: Mapping[str, object],
-    of_the_group: Mapping[str, object],
 ) -> None:
-    """Talk with a group that runs already. `chosen` by setting name; `of_the_group`: what only a coordinator takes."""
+    """Talk with a group that runs already. `chosen` by setting name."""
     from ...proto.client import Client
     from ..chat_loop import HELP, converse
     from ..chat_remote import RemoteChat
     from ..chat_terminal import ChatTerminal
     from ..connect import settings_options
 
-    given = [name for name, value in of_the_group.items() if value is not None]
-    if given:
-        raise InputError(f"{', '.join(given)} cannot be given with --connect: the coordinator was started with its own")
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
     with Client(address, key_file=key_file) as client:
         note(f"connected to {address}: {client.model}, {client.context_tokens} tokens of context")

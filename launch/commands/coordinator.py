@@ -10,7 +10,7 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note, warn
-from ..options import group_settings, layout_settings
+from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
@@ -87,14 +87,12 @@ def coordinator(
     Calls queue first in, first out; up to 8 are answered at a time. Beyond this host it listens with keys alone
     (`gearshift keys`); what the workers send each other is never encrypted.
     """
+    arguments = locals()
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
     from ..session_setup import choose_context, open_model
 
-    settings = group_settings(
-        workers=workers, device=device, threads=threads, max_chunk=max_chunk, layer_split=layer_split,
-        layer_share=layer_share, tensor_share=tensor_share, compute_type=compute_type, kv_type=kv_type,
-    )  # fmt: skip
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     if workers_listen is not None and not external:
         raise InputError("--workers-listen is for workers started by hand: add --external")

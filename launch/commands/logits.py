@@ -8,7 +8,7 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note, warn
-from ..options import group_settings, layout_settings
+from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens
 from ..user_folders import current_settings
 
@@ -50,23 +50,14 @@ def logits(
     kv_type: flags.KvTypeFlag = None,
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
+    arguments = locals()
     import numpy as np
 
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
     from ..session_setup import choose_context, open_model, open_session
 
-    settings = group_settings(
-        workers=workers,
-        device=device,
-        threads=threads,
-        max_chunk=max_chunk,
-        layer_split=layer_split,
-        layer_share=layer_share,
-        tensor_share=tensor_share,
-        compute_type=compute_type,
-        kv_type=kv_type,
-    )
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     values = PromptTokens(tuple(read_token_list(tokens_file)), tokens_file)
     target = _checked_target(out)

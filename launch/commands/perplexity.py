@@ -9,7 +9,7 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note
-from ..options import group_settings, layout_settings
+from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens, read_prompt
 
 EXAMPLES = """\
@@ -47,20 +47,11 @@ def perplexity(
     as_json: flags.Json = False,
 ) -> None:
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""
+    arguments = locals()
     from ...coordinator.evaluation import measure_perplexity
     from ..session_setup import open_model, open_session
 
-    settings = group_settings(
-        workers=workers,
-        device=device,
-        threads=threads,
-        max_chunk=max_chunk,
-        layer_split=layer_split,
-        layer_share=layer_share,
-        tensor_share=tensor_share,
-        compute_type=compute_type,
-        kv_type=kv_type,
-    )
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, prefill, chunk)
     source = read_prompt(None, file, tokens_file)
     opened = open_model(model)

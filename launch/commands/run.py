@@ -7,7 +7,7 @@ from ...proto.errors import InputError, RequestFailedError
 from .. import flags
 from ..chat_setup import chat_tokens, parse_template_options
 from ..console import busy, note, stderr_console, warn
-from ..options import group_settings, layout_settings
+from ..options import GROUP_FLAGS, SAMPLING_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import prompt_tokens, read_prompt
 from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
@@ -77,51 +77,27 @@ def run(
 
     The answer goes to stdout as it comes, all else to stderr.
     """
+    arguments = locals()
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream, parse_stops
     from ...proto.sampling import validate
     from ..session_setup import choose_context, open_model, open_session
 
-    sampling_flags = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "repeat_last_n": repeat_last_n,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-    }
+    sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
-        from ..connect import RemoteRun, run_remotely
+        from ..connect import RemoteRun, refuse_flags_of_the_group, run_remotely
 
-        group_flags = {
-            "MODEL": model, "--workers": workers, "--device": device, "--threads": threads, "--max-chunk": max_chunk,
-            "--context": context, "--layer-split": layer_split, "--layer-share": layer_share,
-            "--tensor-share": tensor_share, "--compute-type": compute_type, "--kv-type": kv_type,
-            "--template": template,
-        }  # fmt: skip
+        refuse_flags_of_the_group(arguments)
         remote = RemoteRun(
             connect, key_file, read_prompt(prompt, file, tokens_file), max_tokens, tuple(stop or ()), ignore_eos,
             chat, system, parse_template_options(template_option or ()), tuple(logit_bias or ()), logprobs, as_json,
         )  # fmt: skip
         layout_flags = {"prefill": prefill, "decode": decode, "chunk": chunk, "verify_shift": verify_shift}
-        run_remotely(remote, {**sampling_flags, **layout_flags}, group_flags)
+        run_remotely(remote, {**sampling_flags, **layout_flags})
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(
-        workers=workers,
-        device=device,
-        threads=threads,
-        max_chunk=max_chunk,
-        layer_split=layer_split,
-        layer_share=layer_share,
-        tensor_share=tensor_share,
-        compute_type=compute_type,
-        kv_type=kv_type,
-    )
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)

@@ -96,8 +96,3 @@ def slot_bytes(spec: ModelSpec, placement: Placement, rank: int, kv_format: KvFo
     held = {pair for layout in Layout for pair in held_bundles(placement, rank, layout)}
     largest = max(bundle_bytes(spec, placement, stage, part, kv_format) for stage, part in held)
     return -(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-
-
-def slots_for_tokens(tokens: int) -> int:
-    """Blocks, so slots of each bundle, that hold `tokens` positions."""
-    return -(-tokens // BLOCK_TOKENS)

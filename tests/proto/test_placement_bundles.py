@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.proto.ids import KvType, Layout
-from gearshift.proto.kv import BLOCK_TOKENS, KvFormat, row_bytes
+from gearshift.proto.kv import BLOCK_TOKENS, KvFormat, block_count, row_bytes
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.bundles import (
     bundle_bytes,
@@ -13,7 +13,6 @@ from gearshift.proto.placement.bundles import (
     held_bundles,
     regions,
     slot_bytes,
-    slots_for_tokens,
 )
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.specs import layer_spec, model_spec, share_lists, small_models
@@ -114,4 +113,4 @@ def test_a_head_that_a_bundle_does_not_hold_is_an_error(layer: int, head: int) -
 
 
 def test_tokens_fill_blocks_of_64() -> None:
-    assert [slots_for_tokens(tokens) for tokens in (0, 1, 63, 64, 65, 128)] == [0, 1, 1, 1, 2, 2]
+    assert [block_count(tokens) for tokens in (0, 1, 63, 64, 65, 128)] == [0, 1, 1, 1, 2, 2]

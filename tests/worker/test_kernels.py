@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gearshift.proto.model import Activation
+from gearshift.worker.kernels import attention
 from gearshift.worker.kernels.attention import attend
 from gearshift.worker.kernels.elementwise import gated, rms_norm
 from gearshift.worker.kernels.kv_rows import dequantize_q8_0, quantize_q8_0
@@ -36,6 +37,18 @@ def test_attention_equals_its_definition(rows: int, window: int, kv_head: tuple[
     length = rows + 11
     query = torch.randn(rows, len(kv_head), 16)
     key, value = torch.randn(max(kv_head) + 1, length, 16), torch.randn(max(kv_head) + 1, length, 8)
+    got = attend(query, key, value, kv_head, 0.3, window, torch.float32)
+    want = naive_attention(query, key, value, kv_head, 0.3, window)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("kv_head", [(0, 0, 1, 1), (0, 1, 1, 1)])
+def test_many_scores_are_worked_off_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, window: int, kv_head: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(attention, "MOST_SCORES", 400)
+    query, key, value = torch.randn(101, 4, 16), torch.randn(2, 130, 16), torch.randn(2, 130, 8)
     got = attend(query, key, value, kv_head, 0.3, window, torch.float32)
     want = naive_attention(query, key, value, kv_head, 0.3, window)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)

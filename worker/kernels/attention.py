@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .matrix import fast_linear, has_fast_linear
 
+MOST_SCORES = 1 << 24  # of one KV head's group at a time: 64 MiB in f32
 FEWEST_FAST_ROWS = 32  # below, a product of its own for every shape costs more than it saves
 
 
@@ -27,13 +28,29 @@ def attend(
     group = _even_group(kv_head_of_query, key_HLK.shape[0])
     if group == 0:
         index = torch.tensor(kv_head_of_query, device=key_HLK.device)
+        kv_head_of_query = tuple(range(len(kv_head_of_query)))
         key_HLK, value_HLV, group = key_HLK[index], value_HLV[index], 1
     rows = query_TQK.shape[0]
     if rows == 1:
         return _one_row(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+    if rows * key_HLK.shape[1] * group > MOST_SCORES:
+        return _in_two(query_TQK, key_HLK, value_HLV, kv_head_of_query, scale, sliding_window, dtype)
     if rows >= FEWEST_FAST_ROWS and has_fast_linear(query_TQK.device, dtype):
         return _many_rows_fast(query_TQK, key_HLK, value_HLV, group, scale, sliding_window, dtype)
     return _many_rows(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+
+
+def _in_two(
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, kv_head_of_query: tuple[int, ...], scale: float,
+    sliding_window: int, dtype: torch.dtype,
+) -> Tensor:
+    """Half the rows at a time, the earlier ones without the keys that only the later ones see."""
+    later = query_TQK.shape[0] // 2
+    seen = key_HLK.shape[1] - later
+    how = (kv_head_of_query, scale, sliding_window, dtype)
+    first = attend(query_TQK[:-later], key_HLK[:, :seen], value_HLV[:, :seen], *how)
+    second = attend(query_TQK[-later:], key_HLK, value_HLV, *how)
+    return torch.cat((first.to(dtype), second.to(dtype)))
 
 
 def _one_row(

@@ -161,10 +161,6 @@ class EmbeddingTable:
         self._table, self._factor, self._device = table, factor, device
         self.width = table.columns if isinstance(table, Planes) else table.shape[1]
 
-    @property
-    def host_bytes(self) -> int:
-        return self._table.byte_count if isinstance(self._table, Planes) else self._table.nbytes
-
     def rows(self, ids: Tensor, out: Tensor) -> None:
         """out [T, D] f32 = rows of `ids` (int32 or int64 [T], on the device), times the embedding's scale."""
         if isinstance(self._table, Planes):
