@@ -303,7 +303,7 @@ class Cluster:
 
     def _absence(self, waited_seconds: float) -> str:
         absent = ", ".join(str(rank) for rank in range(self.ranks) if rank not in self._hellos)
-        return f"rank {absent} did not join within {waited_seconds:.3g} s (of {self.ranks} ranks)"
+        return f"rank {absent} did not join within {round(waited_seconds, 1):g} s (of {self.ranks} ranks)"
 
     def _fail(self, error: GearshiftError) -> GearshiftError:
         if self._failure is None and self._refused and isinstance(error, WorkerLostError):
