@@ -22,6 +22,10 @@ MATRICES = [
     (2560, 4096, "Q4_K"), (512, 4096, "Q6_K"), (4096, 2048, "Q4_K"), (14336, 4096, "Q4_K"), (4096, 7168, "Q4_K"),
     (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"), (14336, 4096, "Q5_K"), (14336, 4096, "Q8_0"),
 ]  # fmt: skip
+BATCH_TILES = [
+    (16, 2, 2, 4), (16, 4, 4, 2), (16, 4, 4, 3), (16, 4, 4, 4), (16, 8, 4, 3), (32, 2, 4, 3), (32, 4, 4, 2),
+    (32, 4, 4, 3), (32, 4, 4, 4), (32, 4, 8, 3), (64, 2, 4, 3), (64, 4, 8, 3), (16, 2, 4, 4), (32, 2, 4, 5),
+]  # rows and groups of columns at once, warps, stages
 TILES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)]
 
 
@@ -70,20 +74,21 @@ def measure(rows: int, columns: int, type_name: str, batch: int, all_tiles: bool
     x = quant_ops.quantize(torch.randn(batch, columns, device="cuda"))
     out = torch.empty(batch, rows, device="cuda")
     groups = triton.next_power_of_2(columns // 64)
-    tiles = TILES if all_tiles else [quant_ops.usual_tile(rows, groups)]
+    single = batch <= quant_ops.MOST_SINGLE
+    usual: tuple[int, ...] = quant_ops.usual_tile(rows, groups) if single else quant_ops.usual_batch_tile(rows)
     times = {}
-    for tile in tiles:
-        if not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
+    for tile in (TILES if single else BATCH_TILES) if all_tiles else [usual]:
+        if single and not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
             continue
-        quant_ops._multiply(copies[0], x, out, tile)
-        times[tile] = graph_microseconds(
-            [lambda p=p, t=tile: quant_ops._multiply(p, x, out, t) for p in copies]
-        )
+        quant_ops.multiply(copies[0], x, out, tile)
+        times[tile] = graph_microseconds([lambda p=p, t=tile: quant_ops.multiply(p, x, out, t) for p in copies])
     best = min(times, key=lambda tile: times[tile])
     return {
         "matrix": [rows, columns, type_name], "batch": batch, "us": round(times[best], 2), "tile": best,
         "GB/s": round(copies[0].byte_count / times[best] / 1e3),
-        "tried": {f"{a}x{b}": round(us, 1) for (a, b), us in sorted(times.items(), key=lambda item: item[1])[:4]},
+        "tried": {
+            "x".join(map(str, tile)): round(us, 1) for tile, us in sorted(times.items(), key=lambda item: item[1])[:4]
+        },
     }  # fmt: skip
 
 

@@ -105,19 +105,20 @@ class Engine:
         """The batch's decode steps, one after another."""
         started = time.monotonic()
         states = [self._requests[entry.request] for entry in batch.entries]
-        if self._steps is not None and self._runs_on_device(batch, states):
-            self._device_steps(self._steps, batch, states, output)
+        device_steps = self._device_steps_for(batch, states)
+        if device_steps is not None and _chosen_inside(batch, states):
+            self._greedy_steps(device_steps, batch, states, output)
         else:
             for step in range(batch.steps):
-                self._decode_step(batch, states, step, output)
+                self._decode_step(batch, states, step, device_steps, output)
         output.decode_seconds += time.monotonic() - started
 
-    def _runs_on_device(self, batch: Batch, states: list[RequestState]) -> bool:
+    def _device_steps_for(self, batch: Batch, states: list[RequestState]) -> Steps | None:
+        """The device's own steps, where they can run this batch: the same answer on every rank."""
         everywhere = batch.layout is Layout.TENSOR or self._placement.ranks == 1
-        forced = any(entry.forced for entry in batch.entries)
-        return everywhere and not batch.logits and not forced and self._steps is not None and self._steps.serves(states)
+        return self._steps if everywhere and self._steps is not None and self._steps.serves(states) else None
 
-    def _device_steps(self, steps: Steps, batch: Batch, states: list[RequestState], output: TickOutput) -> None:
+    def _greedy_steps(self, steps: Steps, batch: Batch, states: list[RequestState], output: TickOutput) -> None:
         result = steps.run(states, [entry.position for entry in batch.entries], batch.steps)
         for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
             for state, token, logprob in zip(states, ids, logprobs, strict=True):
@@ -133,19 +134,24 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _decode_step(self, batch: Batch, states: list[RequestState], step: int, output: TickOutput) -> None:
+    def _decode_step(
+        self, batch: Batch, states: list[RequestState], step: int, device_steps: Steps | None, output: TickOutput
+    ) -> None:
         tokens = [_input_token(entry, state, step) for entry, state in zip(batch.entries, states, strict=True)]
         segments = [
             Segment(state, row, 1, entry.position + step)
             for row, (entry, state) in enumerate(zip(batch.entries, states, strict=True))
         ]
-        if batch.layout is Layout.TENSOR:
-            hidden_BD = self._decoder.layers(
-                self._embed(tokens), range(len(self._spec.layers)), Layout.TENSOR, segments
+        if device_steps is not None:
+            own_BV = device_steps.logits(states, tokens, [segment.start for segment in segments])
+        elif batch.layout is Layout.TENSOR:
+            everything = range(len(self._spec.layers))
+            own_BV = self._decoder.head(
+                self._decoder.layers(self._embed(tokens), everything, Layout.TENSOR, segments)
             )
         else:
-            hidden_BD = self._layer_step(tokens, segments)
-        logits_BV = self._gathered_logits(hidden_BD)
+            own_BV = self._decoder.head(self._layer_step(tokens, segments))
+        logits_BV = self._gathered(own_BV)
         if batch.logits and logits_BV is not None:
             for row, segment in enumerate(segments):
                 data = logits_BV[row].cpu().numpy().tobytes()
@@ -175,8 +181,11 @@ class Engine:
         return wanted if layout is Layout.TENSOR else self._links.tensor.broadcast(wanted, root=self._last)
 
     def _gathered_logits(self, hidden_TD: Tensor) -> Tensor | None:
+        return self._gathered(self._decoder.head(hidden_TD))
+
+    def _gathered(self, own_TV: Tensor) -> Tensor | None:
         """f32 [T, vocab] on the sampler's rank, None elsewhere."""
-        parts = self._links.tensor.gather(self._decoder.head(hidden_TD), root=self._last, widths=self._vocab_widths)
+        parts = self._links.tensor.gather(own_TV, root=self._last, widths=self._vocab_widths)
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def _report_logits(self, chunk: Chunk, hidden_TD: Tensor, output: TickOutput) -> None:
@@ -203,7 +212,6 @@ class Engine:
         """The sampler's rank chooses; all ranks learn the ids, which are the next step's input."""
         ids_B = torch.zeros(len(states), dtype=torch.int64)
         if self._sampler is not None and logits_BV is not None:
-            logits_BV = logits_BV.cpu()
             chosen = [
                 self._sampler.choose(state.request, logits) for state, logits in zip(states, logits_BV, strict=True)
             ]
@@ -225,6 +233,11 @@ class Engine:
 
     def _segment(self, chunk: Chunk) -> Segment:
         return Segment(self._requests[chunk.request], 0, len(chunk.tokens), chunk.start)
+
+
+def _chosen_inside(batch: Batch, states: list[RequestState]) -> bool:
+    """Whether each token is the greatest logit and nothing but the tokens is asked for."""
+    return not batch.logits and all(state.greedy for state in states) and not any(e.forced for e in batch.entries)
 
 
 def _device_token(state: RequestState, logprob: float) -> SampledToken:

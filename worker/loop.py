@@ -212,7 +212,7 @@ def load_model(
 
         parts = device_parts(
             spec, placement, rank, loader, weights, kv, kv_format, stage_of_layer, dtype, device, links,
-            command.context_tokens,
+            command.context_tokens, command.max_chunk_tokens,
         )  # fmt: skip
         decoder: Decoder = parts.decoder
         steps, embed = parts.steps, parts.decoder.embed

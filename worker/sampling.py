@@ -109,10 +109,10 @@ class RequestSampler:
         """Bias and penalties, on a copy where there are any."""
         if not self._penalised and not len(self._bias_ids):
             return logits_V
-        adjusted_V = logits_V.clone()
-        adjusted_V[self._bias_ids] += self._bias
+        adjusted_V, device = logits_V.clone(), logits_V.device
+        adjusted_V[self._bias_ids.to(device)] += self._bias.to(device)
         if self._penalised:
-            ids, counts = self._counts.seen()
+            ids, counts = (tensor.to(device) for tensor in self._counts.seen())
             parameters = self.parameters
             seen = adjusted_V[ids]
             repetition = parameters.repetition_penalty
@@ -130,7 +130,7 @@ class RequestSampler:
         else:
             ids = self._near_the_top(logits_V)
             considered = logits_V  # top_p's probabilities are over all tokens, though few need be sorted
-        logits_K = logits_V[ids].double().numpy()
+        logits_K = logits_V[ids].double().cpu().numpy()
         if parameters.top_p < 1.0:
             cumulative_K = np.cumsum(np.exp(logits_K - log_sum(considered)))
             logits_K = logits_K[: int(np.searchsorted(cumulative_K, parameters.top_p, side="left")) + 1]
@@ -138,7 +138,7 @@ class RequestSampler:
             logits_K = logits_K[logits_K >= logits_K.max() + log(parameters.min_p)]
         # Where a limit was set the logits are in falling order, so what was cut is a tail.
         possible = np.isfinite(logits_K)
-        return logits_K[possible], ids[: len(logits_K)].numpy()[possible]
+        return logits_K[possible], ids[: len(logits_K)].cpu().numpy()[possible]
 
     def _near_the_top(self, logits_V: Tensor) -> Tensor:
         """Ids that min_p or top_p can leave, in falling order; all ids in id order where neither limits."""
@@ -147,12 +147,12 @@ class RequestSampler:
             bound = float(logits_V.max()) + log(parameters.min_p)
             return in_falling_order(logits_V, torch.nonzero(logits_V >= bound).view(-1))
         if parameters.top_p >= 1.0:
-            return torch.arange(logits_V.numel())
+            return torch.arange(logits_V.numel(), device=logits_V.device)
         best = best_ids(logits_V, min(NUCLEUS_GUESS, logits_V.numel()))
         covered = float(logits_V[best].double().sub_(log_sum(logits_V)).exp_().sum())
         if covered >= parameters.top_p + 1e-9:
             return best
-        return in_falling_order(logits_V, torch.arange(logits_V.numel()))
+        return in_falling_order(logits_V, torch.arange(logits_V.numel(), device=logits_V.device))
 
     def _uniform(self) -> float:
         """In [0, 1)."""
@@ -175,7 +175,9 @@ class Sampler:
         self._requests[request] = RequestSampler(parameters, prompt)
 
     def choose(self, request: RequestId, logits_V: Tensor) -> SampledToken:
-        """The next token, which also enters the history. `logits_V`: f32 on the CPU, left as it is.
+        """The next token, which also enters the history. `logits_V`: f32 on any device, left as it is.
+
+        Only the tokens that the limits leave come to the host.
 
         Logits that are NaN or +inf, or leave no token, give a SampledToken with `error`, and change nothing.
         """
@@ -185,7 +187,7 @@ class Sampler:
                 f"request {request}: logits of shape {tuple(logits_V.shape)}, not ({self._vocab},)"
             )
         if len(self._masked):
-            logits_V = logits_V.index_fill(0, self._masked, -torch.inf)
+            logits_V = logits_V.index_fill(0, self._masked.to(logits_V.device), -torch.inf)
         greatest = float(logits_V.max())  # NaN if any is
         if not isfinite(greatest):
             return SampledToken(

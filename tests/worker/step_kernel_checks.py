@@ -42,6 +42,41 @@ def check_halves(rows: int, width: int, post: bool) -> dict[str, float]:
     }  # fmt: skip
 
 
+def check_exchange(ranks: int, rows: int, width: int, rounds: int = 12) -> dict[str, float]:
+    """Ranks on streams of one device: every one adds what all have sent, round after round, into the same inboxes."""
+    inboxes = [
+        torch.zeros(Exchange.inbox_words(ranks, width), dtype=torch.int32, device=DEVICE) for _ in range(ranks)
+    ]
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
+    exchanges = [Exchange.over(addresses, ranks, rank, width) for rank in range(ranks)]
+    weight = randn(width)
+    partials = torch.stack([randn(rounds, rows, width) for _ in range(ranks)])
+    start = randn(rows, width)
+    hidden = [start.clone() for _ in range(ranks)]
+    outs = [QuantizedRows.empty(rows, width, DEVICE) for _ in range(ranks)]
+    # Loading a kernel may wait for those that run: each is loaded once where all that it waits for has come.
+    come = torch.full((Exchange.inbox_words(ranks, width) // 2,), 1 << 32, dtype=torch.int64, device=DEVICE)
+    for rank in range(ranks):
+        warm = Exchange.over(torch.full((ranks,), come.data_ptr(), device=DEVICE), ranks, rank, width)
+        step_ops.finish_half(partials[0, 0], start.clone(), weight, None, EPSILON, outs[rank], warm)
+        torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    for number in range(rounds):
+        for rank in range(ranks):
+            with torch.cuda.stream(streams[rank]):
+                step_ops.finish_half(
+                    partials[rank, number], hidden[rank], weight, None, EPSILON, outs[rank], exchanges[rank]
+                )
+    torch.cuda.synchronize()
+    wanted = start + partials.sum(dim=(0, 1))
+    same = all(torch.equal(hidden[0], other) for other in hidden[1:])
+    failed = sum(int(exchange.failed.item()) for exchange in exchanges)
+    return {
+        "exchange": max(error(rows_, wanted) for rows_ in hidden),
+        "exchange: ranks alike, all came": 0.0 if same and not failed else 1.0,
+    }  # fmt: skip
+
+
 def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bool) -> dict[str, float]:
     heads, width, blocks, slots = 2, 64, 5, 23
     queries = heads * group
@@ -162,6 +197,7 @@ def main() -> int:
             check_gate(16, 7168, Activation.SILU),
         ]
         checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
+        checks += [check_exchange(2, 1, 4096), check_exchange(2, 16, 4096), check_exchange(4, 3, 5120)]
     for check in checks:
         for name, value in check.items():
             found[name] = max(found.get(name, 0.0), value if value == value else float("inf"))

@@ -23,9 +23,17 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._fixed = False
+
+    def fix(self, values: int) -> None:
+        """Room for any matrix of up to so many values, at one address for good: graphs hold it."""
+        self.matrix(1, min(values, WORKSPACE_BYTES // 2))
+        self._fixed = True
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         if self._flat.numel() < rows * columns:
+            if self._fixed:
+                raise AssertionError(f"the workspace was fixed at {self._flat.numel()} values; {rows * columns} asked")
             self._flat = self._flat.new_empty(rows * columns)
         return self._flat[: rows * columns].view(rows, columns)
 
@@ -96,12 +104,13 @@ class QuantMatrix:
         return functional.pad(x_TC, (self.lead, self.tail)) if self.lead or self.tail else x_TC
 
 
-def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
+def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None) -> Tensor:
     """x times the matrices below one another: bf16 [T, sum of rows]. `x` is padded already."""
     x_TC = x_TC.to(torch.bfloat16)
     pieces = [piece for matrix in matrices for piece in matrix.pieces]
     rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
-    out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
+    if out is None:
+        out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
     at_once = Workspace.rows_at_once(columns)
     for first in range(0, rows, at_once):
         end = min(rows, first + at_once)
@@ -114,11 +123,20 @@ def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
     return out
 
 
-def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
+def padded_together(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
+    """`x`: the owned columns of each matrix, joined; the result has zeros where a matrix holds others beside them."""
+    if not any(matrix.lead or matrix.tail for matrix in matrices):
+        return x_TC
+    pieces = zip(x_TC.split([matrix.columns for matrix in matrices], dim=1), matrices, strict=True)
+    return torch.cat([matrix.padded(piece) for piece, matrix in pieces], dim=1)
+
+
+def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None) -> Tensor:
     """Sum of the matrices' products with their own columns of `x`: bf16 [T, rows]. `x`: padded columns, joined."""
     x_TC = x_TC.to(torch.bfloat16)
     rows, columns = matrices[0].rows, x_TC.shape[1]
-    out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
+    if out is None:
+        out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
     at_once = Workspace.rows_at_once(columns)
     for first in range(0, rows, at_once):
         end = min(rows, first + at_once)

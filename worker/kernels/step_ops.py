@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
-from .quant_ops import QuantizedRows
+from .quant_ops import QuantizedRows, launch_options
 from .step_triton import (
     attend_merge,
     attend_split,
@@ -27,7 +27,7 @@ BEST_BLOCK = 2048  # logits a program of `best_of_block`
 class Exchange:
     """What the one-shot sums need; one a rank and stream. `inboxes`: int64 [ranks], addresses as this rank sees them.
 
-    An inbox: f32 rows [2, ranks, MOST_ROWS, width], their flags, triples [2, ranks, MOST_ROWS, 4], their flags.
+    An inbox: words [2, ranks, MOST_ROWS, width] of a value and a number, triples [2, ranks, MOST_ROWS, 4], their flags.
     """
 
     ranks: int
@@ -40,12 +40,9 @@ class Exchange:
     keep: object = None  # what the inboxes' memory belongs to
 
     @property
-    def sums_flags_at(self) -> int:
-        return 2 * self.ranks * MOST_ROWS * self.width
-
-    @property
     def triples_at(self) -> int:
-        return self.sums_flags_at + self.ranks * MOST_ROWS * FLAG_WORDS
+        """In 4-byte words, as all places here."""
+        return 2 * 2 * self.ranks * MOST_ROWS * self.width
 
     @property
     def triples_flags_at(self) -> int:
@@ -55,7 +52,7 @@ class Exchange:
     def inbox_words(ranks: int, width: int) -> int:
         """4-byte words of an inbox."""
         rows = ranks * MOST_ROWS
-        return 2 * rows * width + rows * FLAG_WORDS + 2 * rows * 4 + rows * FLAG_WORDS
+        return 2 * 2 * rows * width + 2 * rows * 4 + rows * FLAG_WORDS
 
     @classmethod
     def alone(cls, device: torch.device, width: int) -> "Exchange":
@@ -77,16 +74,16 @@ def finish_half(
     """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum."""
     rows, width = hidden.shape
     quantised = out if isinstance(out, QuantizedRows) else None
-    normed = hidden if isinstance(out, QuantizedRows) else out
+    normed = out.dense if isinstance(out, QuantizedRows) else out
     ranks = exchange.ranks if exchange else 1
     finish_half_block[(rows,)](
         hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
         weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
-        exchange.inboxes if exchange else hidden, exchange.sums_flags_at if exchange else 0,
-        exchange.sums_sequence if exchange else hidden, exchange.failed if exchange else hidden, epsilon,
-        D=width, M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
-        QUANT=quantised is not None, RANKS=ranks, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
-        num_warps=8 if width >= 2048 else 4,
+        exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
+        exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
+        HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
+        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, num_warps=8 if width >= 2048 else 4,
+        **launch_options(hidden.device),
     )  # fmt: skip
 
 
@@ -114,12 +111,14 @@ def rotate_into_cache(
     """Rows [T, q | k | v] of one part: rotated queries to `query` [T, Q, W] (rows may be strided), the rest cached."""
     rows, width = projected.shape[0], place.keys.shape[-1]
     query_norm, key_norm = norms or (rope.turns, rope.turns)
-    rotate_and_store[rows, query_heads + 2 * kv_heads](
+    together = 1 if rows <= MOST_ROWS else 16
+    rotate_and_store[triton.cdiv(rows, together), query_heads + 2 * kv_heads](
         projected, projected.stride(0), rope.turns if bias is None else bias, query_norm, key_norm, rope.turns,
         rope.magnitude, epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
-        place.keys.stride(0), place.keys.stride(1), Q=query_heads, H=kv_heads, W=width, PAIRS=rope.turns.numel(),
-        INTERLEAVED=rope.kind is RopeKind.INTERLEAVED, BIAS=bias is not None, NORM=norms is not None,
-        num_warps=1 if width <= 128 else 2,
+        place.keys.stride(0), place.keys.stride(1), rows, Q=query_heads, H=kv_heads, W=width,
+        PAIRS=rope.turns.numel(), INTERLEAVED=rope.kind is RopeKind.INTERLEAVED, BIAS=bias is not None,
+        NORM=norms is not None, R=together, num_warps=4 if together > 1 else 1 if width <= 128 else 2,
+        **launch_options(projected.device),
     )  # fmt: skip
 
 
@@ -151,11 +150,12 @@ def attend_cached(
     attend_split[rows * kv_heads, splits](
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
         buffers.weights, scale, place.keys.stride(0), place.keys.stride(1), H=kv_heads, GROUP=group,
-        PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window, num_warps=4,
+        PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window,
+        STAGES=2 if width <= 128 else 1, num_warps=4, **launch_options(query.device),
     )  # fmt: skip
     attend_merge[rows, query_heads](
-        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32,
-        Q=query_heads, W=width, SPLITS=splits, num_warps=4,
+        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32, out.dense,
+        Q=query_heads, W=width, SPLITS=splits, num_warps=4, **launch_options(query.device),
     )  # fmt: skip
 
 
@@ -163,11 +163,12 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     """activation(gate) * up of rows [T, gate | up]: bf16 [T, F] (rows may be strided), or int8."""
     rows, feed_forward = both.shape[0], both.shape[1] // 2
     quantised = out if isinstance(out, QuantizedRows) else None
-    dense = both if isinstance(out, QuantizedRows) else out
+    dense = out.dense if isinstance(out, QuantizedRows) else out
     tile = 8 if quantised else 64
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
         GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, num_warps=2 if quantised else 4,
+        **launch_options(both.device),
     )  # fmt: skip
 
 
@@ -187,13 +188,14 @@ def choose(logits: Tensor, first_id: int, scale: float, best: Tensor, state: Ste
     rows, vocab = logits.shape
     blocks = best.shape[1]
     best_of_block[rows, blocks](
-        logits, logits.stride(0), best, vocab, first_id, scale, BLOCK=BEST_BLOCK, BLOCKS=blocks
-    )
+        logits, logits.stride(0), best, vocab, first_id, scale, BLOCK=BEST_BLOCK, BLOCKS=blocks,
+        **launch_options(logits.device),
+    )  # fmt: skip
     choose_token[(rows,)](
         best, state.tokens, state.positions, state.steps, state.ids, state.logprobs, state.ids.stride(0),
         exchange.inboxes, exchange.triples_at, exchange.triples_flags_at, exchange.choice_sequence, exchange.failed,
         BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS,
-        num_warps=1,
+        num_warps=1, **launch_options(logits.device),
     )  # fmt: skip
 
 

@@ -1,18 +1,20 @@
 """Triton kernels between the matrix products: sums over ranks, norms, rotation, attention, gates, the greedy choice.
 
 The exchange between ranks is one shot: each rank writes its rows into every other rank's inbox (over peer access, or in
-pinned host memory), raises a flag there, waits (bounded) for theirs, and adds in rank order. Inboxes have two halves,
-used in turn: a rank starts use n + 2 of a half only after it has seen the others' flags of n + 1, which they raise
-after reading n. Flags count up and are never reset.
+pinned host memory), waits (bounded) for theirs, and adds in rank order. A row travels as 8-byte words, value and number
+of the exchange side by side: such a word arrives whole, so there is no flag to raise behind a fence, and no round trip.
+(The choice's few numbers go the older way, with a flag.) Inboxes have two halves, used in turn: a rank starts use n + 2
+of a half only after it has seen the others' words of n + 1, which they wrote after reading n. Numbers are never reset.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .quant_triton import quantize_tile, store_quantized
+from .quant_triton import store_quantized
 
 FLAG_WORDS = tl.constexpr(32)  # a flag has 128 bytes of its own
-SPIN_LIMIT = tl.constexpr(1 << 27)  # about two minutes
+SPIN_LIMIT = tl.constexpr(1 << 26)  # one to two minutes
 
 
 @triton.jit
@@ -64,11 +66,14 @@ def _exchange_flags(
 
 @triton.jit
 def finish_half_block(
-    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, inboxes, flags_at, sequence,
-    failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
-    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, inboxes, sequence, failed,
+    epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, M)
     in_range = group < D // 32
@@ -81,18 +86,28 @@ def finish_half_block(
         if RANKS > 1:
             number = tl.load(sequence + row) + 1
             half = (number & 1) * (RANKS * ROWS)
+            mine = (own_part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
             for peer in tl.static_range(RANKS):
                 if peer != RANK:
-                    inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.float32))
-                    tl.store(inbox + (half + RANK * ROWS + row) * D + at, own_part, mask=ok)
-            _exchange_flags(inboxes, flags_at, number, row, failed, RANKS, RANK, ROWS)
-            inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.float32))
+                    inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
+                    tl.store(inbox + (half + RANK * ROWS + row) * D + at, mine, mask=ok)
+            inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
             total = tl.zeros_like(own_part)
             for rank in tl.static_range(RANKS):
                 if rank == RANK:
                     total += own_part
                 else:
-                    total += tl.load(inbox + (half + rank * ROWS + row) * D + at, mask=ok, other=0.0, volatile=True)
+                    words = inbox + (half + rank * ROWS + row) * D + at
+                    theirs = tl.load(words, mask=ok, other=0, volatile=True)
+                    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
+                    spins = 0
+                    while (missing > 0) & (spins < SPIN_LIMIT):
+                        theirs = tl.load(words, mask=ok, other=0, volatile=True)
+                        missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
+                        spins += 1
+                    if missing > 0:
+                        tl.store(failed, 1)
+                    total += (theirs & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
             tl.store(sequence + row, number)
         if POST:
             spread = tl.sum(tl.sum(total * total, 1), 0) / D
@@ -102,10 +117,9 @@ def finish_half_block(
     spread = tl.sum(tl.sum(h * h, 1), 0) / D
     y = h * (1.0 / tl.sqrt(spread + epsilon)) * tl.load(weight + at, mask=ok, other=0.0)
     if QUANT:
-        q, scale = quantize_tile(y, in_range)
         store_quantized(
-            q, scale, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16),
-            xsum32 + row * (D // 32), D,
+            y, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16), xsum32 + row * (D // 32),
+            normed + row * D,
         )  # fmt: skip
     else:
         tl.store(normed + row * D + at, y.to(normed.dtype.element_ty), mask=ok)
@@ -114,18 +128,21 @@ def finish_half_block(
 @triton.jit
 def rotate_and_store(
     projected, projected_stride, bias, query_norm, key_norm, turns, magnitude, epsilon, positions, table, table_stride,
-    query, query_stride, keys, values, slot_stride, head_stride, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    query, query_stride, keys, values, slot_stride, head_stride, T, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: bias, norm, rotation; queries out, keys and values into their slots. Grid (rows, Q + 2H).
+    """One head of R of T rows: bias, norm, rotation; queries out, keys and values into their slots.
 
-    `positions` [rows]: -1 rows are skipped. `table` + row * table_stride: the row's slots by block.
+    Grid (T / R, Q + 2H). `positions` [T]: -1 rows are skipped. `table` + row * table_stride: a row's slots by block.
     """
-    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
-    position = tl.load(positions + row)
-    if position < 0:
-        return
+    position = tl.load(positions + row, mask=row < T, other=-1)
+    there = (position >= 0)[:, None]
     pair = tl.arange(0, W // 2)
     if INTERLEAVED:
         left = pair * 2
@@ -134,12 +151,12 @@ def rotate_and_store(
         # Pairs beyond the turned dimensions pass through; where they lie does not matter then.
         left = tl.where(pair < PAIRS, pair, pair + PAIRS)
         right = tl.where(pair < PAIRS, pair + PAIRS, pair + W // 2)
-    base = projected + row * projected_stride + head * W
-    a = tl.load(base + left).to(tl.float32)
-    b = tl.load(base + right).to(tl.float32)
+    base = projected + (row * projected_stride + head * W)[:, None]
+    a = tl.load(base + left[None, :], mask=there, other=0.0).to(tl.float32)
+    b = tl.load(base + right[None, :], mask=there, other=0.0).to(tl.float32)
     if BIAS:
-        a += tl.load(bias + head * W + left)
-        b += tl.load(bias + head * W + right)
+        a += tl.load(bias + head * W + left)[None, :]
+        b += tl.load(bias + head * W + right)[None, :]
     if head < Q + H:
         if NORM:
             left_norm = tl.load(query_norm + left)
@@ -147,43 +164,46 @@ def rotate_and_store(
             if head >= Q:
                 left_norm = tl.load(key_norm + left)
                 right_norm = tl.load(key_norm + right)
-            spread = (tl.sum(a * a, 0) + tl.sum(b * b, 0)) / W
+            spread = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / W
             factor = 1.0 / tl.sqrt(spread + epsilon)
-            a = a * factor * left_norm
-            b = b * factor * right_norm
+            a = a * factor[:, None] * left_norm[None, :]
+            b = b * factor[:, None] * right_norm[None, :]
         turned = pair < PAIRS
-        angle = position.to(tl.float32) * tl.load(turns + pair, mask=turned, other=0.0)
-        size = tl.where(turned, magnitude, 1.0)
+        angle = position.to(tl.float32)[:, None] * tl.load(turns + pair, mask=turned, other=0.0)[None, :]
+        size = tl.where(turned, magnitude, 1.0)[None, :]
         cosine = tl.cos(angle) * size
-        sine = tl.where(turned, tl.sin(angle) * size, 0.0)
+        sine = tl.where(turned[None, :], tl.sin(angle) * size, 0.0)
         a, b = a * cosine - b * sine, b * cosine + a * sine
     if head < Q:
-        to = query + row * query_stride + head * W
-        tl.store(to + left, a.to(query.dtype.element_ty))
-        tl.store(to + right, b.to(query.dtype.element_ty))
+        to = query + (row * query_stride + head * W)[:, None]
+        tl.store(to + left[None, :], a.to(query.dtype.element_ty), mask=there)
+        tl.store(to + right[None, :], b.to(query.dtype.element_ty), mask=there)
     else:
-        slot = tl.load(table + row * table_stride + position // 64).to(tl.int64)
+        slot = tl.load(table + row * table_stride + position // 64, mask=position >= 0, other=0).to(tl.int64)
         is_key = head < Q + H
         kv_head = tl.where(is_key, head - Q, head - Q - H)
-        at = slot * slot_stride + kv_head * head_stride + (position % 64) * W
+        at = (slot * slot_stride + kv_head * head_stride + (position % 64) * W)[:, None]
         if is_key:
-            tl.store(keys + at + left, a.to(keys.dtype.element_ty))
-            tl.store(keys + at + right, b.to(keys.dtype.element_ty))
+            tl.store(keys + at + left[None, :], a.to(keys.dtype.element_ty), mask=there)
+            tl.store(keys + at + right[None, :], b.to(keys.dtype.element_ty), mask=there)
         else:
-            tl.store(values + at + left, a.to(values.dtype.element_ty))
-            tl.store(values + at + right, b.to(values.dtype.element_ty))
+            tl.store(values + at + left[None, :], a.to(values.dtype.element_ty), mask=there)
+            tl.store(values + at + right[None, :], b.to(values.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def attend_split(
     query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
 
     Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
     split = tl.program_id(1)
@@ -198,11 +218,15 @@ def attend_split(
     w = tl.arange(0, W)
     t = tl.arange(0, 64)
     q_row = row * (H * GROUP) + head * GROUP + g
+    to = q_row * SPLITS + split
+    if begin >= end:  # nothing here: the greatest score says so, and nobody reads the rest
+        tl.store(greatest + to, float("-inf"), mask=g < GROUP)
+        return
     q = tl.load(query + q_row[:, None] * W + w[None, :], mask=(g < GROUP)[:, None], other=0.0)
     top = tl.full([PAD], float("-inf"), tl.float32)
     weight = tl.zeros([PAD], tl.float32)
     total = tl.zeros([PAD, W], tl.float32)
-    for block in range(begin, end):
+    for block in tl.range(begin, end, num_stages=STAGES):
         slot = tl.load(table + row * table_stride + block).to(tl.int64)
         base = slot * slot_stride + head * head_stride
         position = block * 64 + t
@@ -216,7 +240,6 @@ def attend_split(
         weight = weight * shrink + tl.sum(p, 1)
         total = total * shrink[:, None] + tl.dot(p.to(query.dtype.element_ty), v.to(query.dtype.element_ty))
         top = new_top
-    to = q_row * SPLITS + split
     tl.store(greatest + to, top, mask=g < GROUP)
     tl.store(weights + to, weight, mask=g < GROUP)
     tl.store(sums + to[:, None] * W + w[None, :], total, mask=(g < GROUP)[:, None])
@@ -224,9 +247,13 @@ def attend_split(
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, xq, xs, xsum16, xsum32, Q: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
+    sums, greatest, weights, xq, xs, xsum16, xsum32, dense, Q: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head joined, as int8. Grid (rows, Q)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     s = tl.arange(0, SPLITS)
@@ -236,25 +263,29 @@ def attend_merge(
     top = tl.load(greatest + at)
     best = tl.max(top, 0)
     share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
-    weight = tl.sum(share * tl.load(weights + at), 0)
-    parts = tl.load(sums + at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :])
-    joined = tl.sum(tl.where(share[:, None, None] > 0, parts * share[:, None, None], 0.0), 0)
+    there = top > float("-inf")
+    weight = tl.sum(share * tl.load(weights + at, mask=there, other=0.0), 0)
+    where = at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :]
+    parts = tl.load(sums + where, mask=there[:, None, None], other=0.0)
+    joined = tl.sum(parts * share[:, None, None], 0)
     joined = joined / tl.where(weight > 0, weight, 1.0)
     in_range = group >= 0
-    q, scale = quantize_tile(joined, in_range)
     groups = Q * (W // 32)
     store_quantized(
-        q, scale, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
-        xsum16 + row * groups * 2, xsum32 + row * groups, Q * W,
+        joined, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
+        xsum16 + row * groups * 2, xsum32 + row * groups, dense + row * groups * 32,
     )  # fmt: skip
 
 
 @triton.jit
 def gate_rows(
     both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, F: tl.constexpr, M: tl.constexpr, GELU: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
     in_range = group < F // 32
@@ -268,18 +299,23 @@ def gate_rows(
         inner = gate
     y = gate * up / (1.0 + tl.exp(-inner))
     if QUANT:
-        q, scale = quantize_tile(y, in_range)
         store_quantized(
-            q, scale, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16),
-            xsum32 + row * (F // 32), F,
+            y, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16), xsum32 + row * (F // 32),
+            out + row * F,
         )  # fmt: skip
     else:
         tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def best_of_block(logits, stride, best, V: tl.constexpr, first_id, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def best_of_block(
+    logits, stride, best, V: tl.constexpr, first_id, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Greatest logit, its id (the lowest of equals) and the sum of exponentials of a block. Grid (rows, BLOCKS)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
     i = number * BLOCK + tl.arange(0, BLOCK)
@@ -297,11 +333,15 @@ def best_of_block(logits, stride, best, V: tl.constexpr, first_id, scale, BLOCK:
 def choose_token(
     best, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, data_at, flags_at, sequence, failed,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The greedy token of one row over all ranks' blocks: the next step's input and a line of results. Grid (rows).
 
     Every rank joins the same numbers in the same order, so all choose alike.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, PADDED)
     there = k < BLOCKS

@@ -43,6 +43,9 @@ class LoneTensorGroup:
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial
 
+    def sum_in_place(self, partial: Tensor) -> None:
+        return None
+
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
         return [part]
 
@@ -80,6 +83,13 @@ class DistributedTensorGroup:
         else:
             total = self._sum_by_stripes(flat)
         return total.view(partial.shape)
+
+    def sum_in_place(self, partial: Tensor) -> None:
+        """As `all_reduce`, into `partial` itself."""
+        if self._device.type != "cuda":
+            partial.copy_(self.all_reduce(partial))
+            return
+        self._run("all-reduce", lambda: dist.all_reduce(partial, group=self._group, async_op=True))
 
     def _sum_by_stripes(self, flat: Tensor) -> Tensor:
         """Rank r sums elements of stripe r and hands the sums round: 2 n elements on the wire, not S n."""

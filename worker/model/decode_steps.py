@@ -1,8 +1,10 @@
-"""Greedy decode steps as CUDA graphs: a whole step under tensor parallelism, its sums and its choice inside.
+"""Decode steps as CUDA graphs: a whole step under tensor parallelism, its sums inside.
 
-One graph a batch size (a bucket). Tables, positions and tokens are static buffers; a step reads the token that the step
-before chose, so that several steps run without the host. Attention's splits are fixed, so results do not depend on
-which graph runs, and any context length fits every graph.
+Greedy steps choose their token inside the graph too; others end with the logits, and the sampler chooses.
+
+Two graphs a batch size (a bucket), each captured when it is first wanted. Tables, positions and tokens are static
+buffers; a step reads the token that the step before chose, so that several steps run without the host. Attention's
+splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
 """
 
 from collections.abc import Sequence
@@ -90,7 +92,7 @@ class _Bucket:
         self.normed = QuantizedRows.empty(size, spec.hidden, device)
         self.attended = QuantizedRows.empty(size, query, device)
         self.inner = QuantizedRows.empty(size, forward, device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether the token is chosen inside
         self.warm = False
 
 
@@ -105,35 +107,54 @@ class DecodeSteps:
         self._buckets: dict[int, _Bucket] = {}
 
     def serves(self, states: Sequence[RequestState]) -> bool:
-        return len(states) <= BUCKETS[-1] and all(state.greedy for state in states)
+        return len(states) <= BUCKETS[-1]
+
+    def logits(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """One step that feeds `tokens` at `positions`: this rank's columns of the logits, f32 [B, own vocab].
+
+        Valid until the next step.
+        """
+        bucket = self._bucket(len(states))
+        self._set_tables(bucket, states)
+        self._set_inputs(bucket, tokens, positions)
+        self._one_step(bucket, choose=False)
+        self._check_exchange()
+        scale = self._spec.logit_scale
+        return bucket.logits[: len(states)] if scale == 1.0 else bucket.logits[: len(states)] * scale
 
     def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
         """`steps` tokens for every request; its last token is the first input, at its position."""
         bucket = self._bucket(len(states))
         self._set_tables(bucket, states)
-        host = bucket.host_inputs
-        host.fill_(-1)
-        host[0, : len(states)] = torch.tensor([state.last_token for state in states], dtype=torch.int32)
-        host[0, len(states) :] = 0
-        host[1, : len(states)] = torch.tensor(positions, dtype=torch.int32)
+        self._set_inputs(bucket, [state.last_token for state in states], positions)
         rows: list[tuple[list[list[int]], list[list[float]]]] = []
         done = 0
         while done < steps:
             count = min(MOST_STEPS, steps - done)
-            host[2] = 0
-            if done == 0:
-                bucket.inputs.copy_(host, non_blocking=True)
-            else:
+            if done:
                 bucket.state.steps.zero_()
             for _ in range(count):
-                self._one_step(bucket)
+                self._one_step(bucket, choose=True)
             results = bucket.results[:, :count, : len(states)].cpu()  # waits for the steps
             rows.append((results[0].tolist(), results[1].contiguous().view(torch.float32).tolist()))
             done += count
-        if self._exchange.ranks > 1 and int(self._exchange.failed.item()):
-            raise WorkerLostError("a peer did not take part in a decode step within two minutes")
+        self._check_exchange()
         ids = [line for part, _ in rows for line in part]
         return StepResult(ids, [line for _, part in rows for line in part])
+
+    def _check_exchange(self) -> None:
+        """Waits for the steps issued."""
+        if self._exchange.ranks > 1 and int(self._exchange.failed.item()):
+            raise WorkerLostError("a peer did not take part in a decode step within two minutes")
+
+    def _set_inputs(self, bucket: _Bucket, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        host, count = bucket.host_inputs, len(tokens)
+        host.fill_(-1)
+        host[0, :count] = torch.tensor(tokens, dtype=torch.int32)
+        host[0, count:] = 0
+        host[1, :count] = torch.tensor(positions, dtype=torch.int32)
+        host[2] = 0
+        bucket.inputs.copy_(host, non_blocking=True)
 
     def _bucket(self, count: int) -> _Bucket:
         size = next(size for size in BUCKETS if size >= count)
@@ -153,21 +174,21 @@ class DecodeSteps:
                     bucket.tables[stage, row, : len(run.index)] = run.index
         bucket.members = members
 
-    def _one_step(self, bucket: _Bucket) -> None:
-        if bucket.graph is not None:
-            bucket.graph.replay()
+    def _one_step(self, bucket: _Bucket, choose: bool) -> None:
+        if choose in bucket.graphs:
+            bucket.graphs[choose].replay()
         elif not bucket.warm:
-            self._launch(bucket)  # compiles the kernels
+            self._launch(bucket, choose=True)  # compiles the kernels
             bucket.warm = True
         else:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._launch(bucket)
-            bucket.graph = graph
+                self._launch(bucket, choose)
+            bucket.graphs[choose] = graph
             graph.replay()
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: _Bucket, choose: bool) -> None:
         spec, decoder, exchange = self._spec, self._decoder, self._exchange
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
@@ -190,6 +211,8 @@ class DecodeSteps:
                 bucket.partial, bucket.hidden, next_norm, layer.post_feed_forward_norm, epsilon, bucket.normed, exchange
             )
         _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
+        if not choose:
+            return
         first_id = self._placement.vocab[exchange.rank].first
         step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)
 
@@ -230,7 +253,7 @@ def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:
 
     return QuantizedRows(
         part(rows.codes, width), part(rows.scales, width // 32), part(rows.sums_16, width // 16),
-        part(rows.sums_32, width // 32),
+        part(rows.sums_32, width // 32), part(rows.dense, width),
     )  # fmt: skip
 
 

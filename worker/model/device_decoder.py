@@ -5,6 +5,7 @@ not cover (`fused` below) goes the plain way of the base class.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -16,7 +17,7 @@ from ...proto.kv import KvFormat
 from ...proto.model import ModelSpec
 from ..kernels import quant_matrix, step_ops
 from ..kernels.attention import attend
-from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix
+from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace
 from ..kernels.step_ops import KvPlace, RopeFacts
 from ..kv import KvStore
 from ..weights.layer import LayerWeights, PartWeights, Weights
@@ -25,22 +26,57 @@ from .decoder import Decoder, Segment
 Table = tuple[Tensor, int]  # slots by block, and the elements between two rows' tables (0: one for all rows)
 
 
+class Chunks(Protocol):
+    """Passes of many rows of one request (see `chunk_pass`)."""
+
+    def serves(self, rows: int) -> bool: ...
+
+    def run(self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segment: Segment) -> Tensor: ...
+
+
 class DeviceDecoder(Decoder):
     """Layers, norms and head of one rank on a GPU, in bf16."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: KvStore, stage_of_layer: Sequence[int], dtype: torch.dtype,
-        device: torch.device, all_reduce: Callable[[Tensor], Tensor], kv_format: KvFormat, embedding: EmbeddingTable,
+        device: torch.device, all_reduce: Callable[[Tensor], Tensor], sum_in_place: Callable[[Tensor], object],
+        kv_format: KvFormat, embedding: EmbeddingTable,
     ) -> None:
         super().__init__(spec, weights, kv, stage_of_layer, dtype, device, all_reduce)
         self.embedding = embedding
         self.fused = fits_kernels(spec, kv_format) and all(
             part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
         )
+        self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
+        self.sum_in_place = sum_in_place
 
     @property
     def weights(self) -> Weights:
         return self._weights
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def bundles(self) -> tuple[tuple[int, int], ...]:
+        """All that this rank may hold in some layout."""
+        return tuple(self._kv.bundle_bytes)
+
+    def stage_of(self, layer: int) -> int:
+        return self._stage_of_layer[layer]
+
+    def reserve_workspace(self) -> None:
+        """The workspace for dequantised matrices at its greatest, before a graph holds its address."""
+        stacks = [
+            sum(matrix.rows * matrix.held_columns for matrix in matrices)
+            for layer in self._weights.layers
+            for matrices in zip(*map(_matrices_of, layer.parts), strict=True)
+        ]
+        head = self._weights.head
+        values = max([*stacks, head.rows * head.held_columns if isinstance(head, QuantMatrix) else 0])
+        if (workspace := _workspace(self._weights)) is not None:
+            workspace.fix(values)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
@@ -63,6 +99,8 @@ class DeviceDecoder(Decoder):
         numbers = list(layers)
         if not self.fused or not numbers:
             return super().layers(hidden_TD, numbers, layout, segments)
+        if self.chunks is not None and len(segments) == 1 and self.chunks.serves(segments[0].rows):
+            return self.chunks.run(hidden_TD, numbers, layout, segments[0])
         hidden_TD = hidden_TD.clone()
         positions = torch.cat([torch.arange(s.start, s.start + s.rows, dtype=torch.int32) for s in segments])
         positions = positions.to(self._device, non_blocking=True)
@@ -103,13 +141,23 @@ class DeviceDecoder(Decoder):
         query_TQW = torch.empty(
             (rows, sum(part.query_heads for part in parts), width), dtype=self._dtype, device=self._device
         )
+        tables = [self._table((self._stage_of_layer[layer], part.part), segments) for part in parts]
+        self.rotate_parts(projected_TC, weights, parts, layer, positions, tables, query_TQW)
+        attended_TQW = self.attend_all(query_TQW, parts, layer, segments, torch.empty_like(query_TQW))
+        return _side_by_side(attended_TQW.flatten(1), [part.attention_output for part in parts])
+
+    def rotate_parts(
+        self, projected_TC: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], layer: int, positions: Tensor,
+        tables: Sequence[Table], query_TQW: Tensor,
+    ) -> None:
+        """Rotate all parts' queries into `query_TQW`, and keys and values into the cache."""
+        width = self._spec.layers[layer].key_width
         norms = None
         if weights.query_norm is not None and weights.key_norm is not None:
             norms = weights.query_norm, weights.key_norm
         column = first_head = 0
-        for part in parts:
+        for part, (table, stride) in zip(parts, tables, strict=True):
             columns = (part.query_heads + 2 * part.kv_heads) * width
-            table, stride = self._table((self._stage_of_layer[layer], part.part), segments)
             step_ops.rotate_into_cache(
                 projected_TC[:, column : column + columns], part.qkv_bias, norms, self.rope(layer),
                 self._spec.norm_epsilon, positions, table, stride,
@@ -117,8 +165,14 @@ class DeviceDecoder(Decoder):
                 part.query_heads, part.kv_heads,
             )  # fmt: skip
             column, first_head = column + columns, first_head + part.query_heads
-        attended_TQW = self._attend_all(query_TQW, parts, layer, segments)
-        return _side_by_side(attended_TQW.flatten(1), [part.attention_output for part in parts])
+
+    def gate_parts(self, both_TF: Tensor, parts: Sequence[PartWeights], inner_TF: Tensor) -> None:
+        """Each part's gate | up to its columns of `inner_TF`."""
+        first = 0
+        for part in parts:
+            end = first + part.feed_forward
+            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end])
+            first = end
 
     def _table(self, bundle: tuple[int, int], segments: Sequence[Segment]) -> Table:
         if len(segments) == 1:
@@ -127,16 +181,17 @@ class DeviceDecoder(Decoder):
         stacked = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return stacked, stacked.stride(0)
 
-    def _attend_all(
-        self, query_TQW: Tensor, parts: Sequence[PartWeights], layer: int, segments: Sequence[Segment]
+    def attend_all(
+        self, query_TQW: Tensor, parts: Sequence[PartWeights], layer: int, segments: Sequence[Segment],
+        attended: Tensor,
     ) -> Tensor:
+        """Each request's queries over its cached keys and values, to `attended`, which is returned."""
         facts = self._spec.layers[layer]
         stage = self._stage_of_layer[layer]
         window, scale = facts.sliding_window, self._spec.attention_scale
         kv_heads = sum(part.kv_heads for part in parts)
         group = facts.query_heads // facts.kv_heads
         even = all(part.kv_head_of_query == _groups(part.kv_heads, group) for part in parts)
-        attended = torch.empty_like(query_TQW)
         for segment in segments:
             span = slice(segment.first_row, segment.first_row + segment.rows)
             length = segment.start + segment.rows
@@ -171,11 +226,7 @@ class DeviceDecoder(Decoder):
         both_TF = _stacked(normed_TD, [part.gate_up for part in parts])
         width = sum(part.feed_forward for part in parts)
         inner_TF = torch.empty((normed_TD.shape[0], width), dtype=self._dtype, device=self._device)
-        first = 0
-        for part in parts:
-            end = first + part.feed_forward
-            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end])
-            first = end
+        self.gate_parts(both_TF, parts, inner_TF)
         return _side_by_side(inner_TF, [part.down for part in parts])
 
 
@@ -214,10 +265,15 @@ def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
         for other in others:
             first = first + other
         return first
-    if any(matrix.lead or matrix.tail for matrix in quantised):
-        pieces = zip(x_TC.split(widths, dim=1), quantised, strict=True)
-        x_TC = torch.cat([matrix.padded(piece) for piece, matrix in pieces], dim=1)
-    return quant_matrix.multiply_side_by_side(x_TC, quantised)
+    return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised)
+
+
+def _matrices_of(part: PartWeights) -> tuple[QuantMatrix, ...]:
+    return tuple(map(_as_quantised, (part.qkv, part.attention_output, part.gate_up, part.down)))
+
+
+def _workspace(weights: Weights) -> Workspace | None:
+    return next((m.workspace for layer in weights.layers for part in layer.parts for m in _matrices_of(part)), None)
 
 
 def _as_quantised(matrix: object) -> QuantMatrix:

@@ -21,10 +21,14 @@ class StepResult(Protocol):
 
 
 class Steps(Protocol):
-    """Greedy decode steps under tensor parallelism, chosen on the devices; all ranks run them together."""
+    """Decode steps under tensor parallelism; all ranks run them together."""
 
     def serves(self, states: Sequence[RequestState]) -> bool:
         """Whether these requests can run so; the same on every rank."""
 
+    def logits(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """One step that feeds `tokens` at `positions`: this rank's logits, f32 [B, own vocab]; for the next step's
+        time only."""
+
     def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
-        """`steps` tokens for every request, from its last token on."""
+        """`steps` greedy tokens for every request, from its last token on, chosen on the devices."""
