@@ -112,6 +112,25 @@ def test_quantised_parts_give_the_cpus_logits(
         assert found < 5e-3, (prefill, decode)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_chunks_in_graphs_give_the_cpus_logits(
+    on_cuda: RunningGroups, on_cpu: RunningGroups, small_models: Callable[[str, str], Path], workers: int
+) -> None:
+    """Launched one by one, captured, and replayed twice; the last chunks far behind the first, the last one short."""
+    path = small_models("small", "Q4_K")
+    settings = {"context_tokens": 2048, "max_chunk_tokens": 512}
+    cpu = on_cpu.load(path, 1, **settings)
+    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16, **settings)
+    for prompt in range(2):
+        ids = [int(token) for token in np.random.default_rng(prompt).integers(300, 2000, 1370)]
+        wanted, _ = collect_logits(cpu, ids, 1366)
+        for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
+            for _ in range(2):
+                rows, _ = collect_logits(driver, ids, 1366, prefill, decode, Fixed((300,)))
+                assert mean_divergence(wanted, rows) < 5e-3, (prompt, prefill, decode)
+                assert mean_divergence(wanted[1200:], rows[1200:]) < 5e-3, (prompt, prefill, decode)
+
+
 def greedy(
     driver: Driver, prompt: list[int], count: int, prefill: Layout, decode: Layout
 ) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.worker.kernels import step_ops
 from gearshift.worker.kernels.quant_ops import QuantizedRows
-from gearshift.worker.kernels.step_ops import Exchange, KvPlace, RopeFacts, SplitBuffers, StepState
+from gearshift.worker.kernels.step_ops import Angles, Exchange, KvPlace, RopeFacts, SplitBuffers, StepState
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 EPSILON = 1e-5
@@ -84,6 +84,7 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
     norms = (randn(width), randn(width)) if norm else None
     turns = 10000.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
     rope = RopeFacts(turns, 1.1, kind)
+    angles = Angles.empty(rope, rows)
     positions = torch.tensor([(37 + 71 * row) % 300 for row in range(rows)], dtype=torch.int32, device=DEVICE)
     tables = torch.stack([torch.randperm(slots)[:blocks] for _ in range(rows)]).to(DEVICE)
     arena = randn(slots, 2, heads, 64, width).to(HALF)
@@ -94,11 +95,12 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
     for row in range(rows):  # what came before
         for position in range(int(positions[row])):
             place.values[table_of_row[row][position // 64], :, position % 64] = randn(heads, width).to(HALF)
+    step_ops.fill_angles(rope, positions, angles)
     step_ops.rotate_into_cache(
         projected,
         bias,
         norms,
-        rope,
+        angles,
         EPSILON,
         positions,
         tables,
@@ -142,6 +144,22 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
         "attention: query": error(query, rotated(head_kinds[0])) / 100, "attention: stored": max(stored) / 100,
         "attention: result": error(as_floats(out), torch.stack(wanted_rows)) / 100,
     }  # fmt: skip
+
+
+def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
+    """Two products joined against one, in f32; on a device only."""
+    from gearshift.worker.kernels.deep_attention import attend_in_two
+
+    heads, group, width = 2, 4, 128
+    query = randn(rows, heads * group, width).bfloat16()
+    keys, values = randn(heads, cached + rows, width).bfloat16(), randn(heads, cached + rows, width).bfloat16()
+    out = torch.full_like(query, float("nan"))
+    attend_in_two(query, keys, values, 0.09, out)
+    wide_keys, wide_values = (x.float().repeat_interleave(group, 0) for x in (keys, values))
+    scores = query.float().transpose(0, 1) @ wide_keys.transpose(1, 2) * 0.09
+    hidden = torch.ones(rows, cached + rows, device=DEVICE, dtype=torch.bool).triu(cached + 1)
+    wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ wide_values
+    return {"attention in two": error(out, wanted.transpose(0, 1)) / 100}
 
 
 def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float]:
@@ -197,6 +215,7 @@ def main() -> int:
             check_gate(16, 7168, Activation.SILU),
         ]
         checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
+        checks += [check_joined_attention(256, 768), check_joined_attention(300, 1000)]
         checks += [check_exchange(2, 1, 4096), check_exchange(2, 16, 4096), check_exchange(4, 3, 5120)]
     for check in checks:
         for name, value in check.items():

@@ -29,35 +29,35 @@ def sources():
         facts = dict(K=4096, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero)
         words = dict.fromkeys(("codes", "high", "scales", "supers", "xq"), "*i32") | {"out_stride": "i32", "N": "i32"}
         words["supers"] = "*fp16" if form.name == "Q6_K" else "*i32"
-        yield source(quant_triton.multiply_rows, words, facts | dict(B=4, BN=2, G=64, EMULATED=False, PDL=card >= 90))
-        tile = dict(high="*u8", scales="*i8", supers="*fp16", x="*bf16", x_stride="i32", out_stride="i32", N="i32",
-            B="i32", codes="*i8" if form.code_bits == 8 else "*u8")
-        yield source(quant_triton.multiply_tile, tile, facts | dict(BN=32, BM=16, G=4, STAGES=3, PDL=card >= 90))
+        yield source(quant_triton.multiply_rows, words, facts | dict(B=4, BN=2, G=64, EMULATED=False))
         raw = dict(high="*u8", scales="*i8", supers="*fp16", ids="*i32", out="*bf16")
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
     yield source(step_triton.finish_half_block, dict(partial_stride="i32", normed="*bf16", xq="*i8", inboxes="*i64",
         sequence="*i32", failed="*i32", epsilon="fp32"),
-        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, PDL=card >= 90))
+        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
         table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
-        dict(H=4, GROUP=4, PAD=16, W=256, SPLITS=32, WINDOW=0, STAGES=1, PDL=card >= 90))
+        dict(H=4, GROUP=4, PAD=16, W=256, SPLITS=32, WINDOW=0, STAGES=1))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
         table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
-        dict(H=4, GROUP=4, PAD=16, W=128, SPLITS=32, WINDOW=0, STAGES=2, PDL=card >= 90))
-    yield source(step_triton.rotate_and_store, dict(projected="*bf16", projected_stride="i32", magnitude="fp32",
+        dict(H=4, GROUP=4, PAD=16, W=128, SPLITS=32, WINDOW=0, STAGES=2))
+    yield source(step_triton.rotate_and_store, dict(projected="*bf16", projected_stride="i32",
         epsilon="fp32", positions="*i32", table="*i64", table_stride="i32", query="*bf16", query_stride="i32",
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
-        dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16, PDL=card >= 90))
-    yield source(step_triton.attend_merge, dict(xq="*i8", dense="*bf16"), dict(Q=16, W=128, SPLITS=32, PDL=card >= 90))
+        dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
+    yield source(step_triton.attend_merge, dict(xq="*i8"), dict(Q=16, W=128, SPLITS=32))
+    yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
+    yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
+        new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
     yield source(step_triton.gate_rows, dict(both_stride="i32", out="*bf16", out_stride="i32", xq="*i8"),
-        dict(F=7168, M=8, GELU=True, QUANT=True, PDL=card >= 90))
+        dict(F=7168, M=8, GELU=True, QUANT=True))
     yield source(step_triton.best_of_block, dict(stride="i32", first_id="i32", scale="fp32"),
-        dict(V=64128, BLOCK=2048, BLOCKS=32, PDL=card >= 90))
+        dict(V=64128, BLOCK=2048, BLOCKS=32))
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",
         out_stride="i32", inboxes="*i64", data_at="i32", flags_at="i32", sequence="*i32", failed="*i32"),
-        dict(BLOCKS=32, PADDED=32, RANKS=4, RANK=1, ROWS=16, PDL=card >= 90))
+        dict(BLOCKS=32, PADDED=32, RANKS=4, RANK=1, ROWS=16))
 
 print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for each in sources()))
 """

@@ -1,6 +1,7 @@
 """Launches the kernels of `quant_triton` over planes. Imported on CUDA workers only (and by tests, interpreted)."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,48 +9,39 @@ import torch
 import triton
 from torch import Tensor
 
-from .quant_planes import Planes, ScaleKind
-from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, multiply_tile, quantize_rows
+from . import batch_source
+from .quant_planes import PlaneFormat, Planes, ScaleKind
+from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
-PROGRAMMATIC_LAUNCH_FROM = 9  # compute capability
 LARGEST_BATCH = 16  # rows of activations that `multiply` takes
-MOST_SINGLE = 4  # rows that `multiply_rows` takes one by one; for more, the matrix units serve
-DENSE = torch.float16 if EMULATED else torch.bfloat16  # the interpreter multiplies no bf16
+MOST_SINGLE = 1  # rows that `multiply_rows` takes one by one; for more, the matrix units serve
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [B, K] in int8, a scale and sums a 32 (and 16) columns; and as they were, in bf16."""
+    """Activations [B, K] in int8, a scale and sums a 32 (and 16) columns.
+
+    Once more, as the product of many rows reads them: `facts` [K / 32, 16, 2] scale and sum, `halves` the sums of 16.
+    """
 
     codes: Tensor
     scales: Tensor
     sums_16: Tensor
     sums_32: Tensor
-    dense: Tensor
+    facts: Tensor
+    halves: Tensor
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "QuantizedRows":
         def floats(width: int) -> Tensor:
             return torch.zeros((rows, width), dtype=torch.float32, device=device)
 
+        def by_group() -> Tensor:
+            return torch.zeros((columns // 32, LARGEST_BATCH, 2), dtype=torch.float32, device=device)
+
         codes = torch.zeros((rows, columns), dtype=torch.int8, device=device)
-        dense = torch.zeros((rows, columns), dtype=DENSE, device=device)
-        return cls(codes, floats(columns // 32), floats(columns // 16), floats(columns // 32), dense)
-
-    def rows(self, first: int, end: int) -> "QuantizedRows":
-        return QuantizedRows(
-            self.codes[first:end], self.scales[first:end], self.sums_16[first:end], self.sums_32[first:end],
-            self.dense[first:end],
-        )  # fmt: skip
-
-
-@cache
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Arguments of every kernel of a decode step: whether it may start while the kernel before still runs."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < PROGRAMMATIC_LAUNCH_FROM:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+        return cls(codes, floats(columns // 32), floats(columns // 16), floats(columns // 32), by_group(), by_group())
 
 
 def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
@@ -58,41 +50,51 @@ def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
     result = into or QuantizedRows.empty(rows, columns, x_BK.device)
     tile = 16
     quantize_rows[rows, triton.cdiv(columns // 32, tile)](
-        x_BK, x_BK.stride(0), result.codes, result.scales, result.sums_16, result.sums_32, result.dense,
-        K=columns, M=tile,
+        x_BK, x_BK.stride(0), result.codes, result.scales, result.sums_16, result.sums_32, result.facts,
+        result.halves, K=columns, M=tile,
     )  # fmt: skip
     return result
 
 
-def multiply(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...] | None = None) -> None:
+def multiply(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int] | None = None) -> None:
     """out [B, N] f32 = x @ matrix^T, B up to LARGEST_BATCH; out may be some columns of a wider tensor.
 
     `tile`: as `usual_tile` or `usual_batch_tile` would give it.
     """
-    if x.codes.shape[0] > MOST_SINGLE:
-        _multiply_tile(planes, x.dense, out, tile or usual_batch_tile(planes.rows))
+    if x.codes.shape[0] > MOST_SINGLE and not EMULATED:
+        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows))
     else:
         groups = triton.next_power_of_2(planes.columns // 64)
         _multiply_rows(planes, x, out, groups, tile or usual_tile(planes.rows, groups))
 
 
-def _multiply_tile(planes: Planes, x: Tensor, out: Tensor, tile: tuple[int, ...]) -> None:
-    form = planes.format
-    rows_a_program, groups, warps, stages = tile
-    codes, scales = _bytes(planes)
-    multiply_tile[(triton.cdiv(planes.rows, rows_a_program),)](
-        codes, planes.high, scales, planes.supers, x, x.stride(0), out, out.stride(0), planes.rows, x.shape[0],
-        K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
-        BN=rows_a_program, BM=LARGEST_BATCH, G=groups, STAGES=stages, num_warps=warps, **launch_options(out.device),
+@cache
+def _batch_kernel(form: PlaneFormat, tile: tuple[int, int], rows_of_eight: int, device: int) -> Callable[..., None]:
+    """Compiled for the current device, which `device` is the number of."""
+    kernel: Callable[..., None] = torch.cuda._compile_kernel(  # type: ignore[attr-defined]
+        batch_source.source(form, tile[0], rows_of_eight, tile[1]), "multiply_batch"
+    )
+    return kernel
+
+
+def _multiply_batch(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int]) -> None:
+    batch = x.codes.shape[0]
+    kernel = _batch_kernel(planes.format, tile, -(-batch // 8), out.device.index)
+    kernel(
+        grid=(triton.cdiv(planes.rows, 16 * tile[0]), 1, 1), block=(32 * batch_source.WARPS, 1, 1),
+        args=[
+            planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.facts, x.halves, out, out.stride(0),
+            planes.rows, batch, planes.columns // 64,
+        ],
     )  # fmt: skip
 
 
-def usual_batch_tile(rows: int) -> tuple[int, int, int, int]:
-    """Many rows: (rows of the matrix and groups of 64 columns at once, warps, stages)."""
-    return (32, 4, 4, 3) if rows >= 8192 else (16, 4, 4, 3)
+def usual_batch_tile(rows: int) -> tuple[int, int]:
+    """Many rows: (16 rows of the matrix a block so many times, blocks a multiprocessor)."""
+    return (2, 2) if rows >= 8192 else (1, 3)
 
 
-def _multiply_rows(planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, ...]) -> None:
+def _multiply_rows(planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, int]) -> None:
     form = planes.format
     rows_a_program, warps = tile
     signed_scales = form.scale_kind is ScaleKind.SUPER_SIGNED
@@ -102,7 +104,6 @@ def _multiply_rows(planes: Planes, x: QuantizedRows, out: Tensor, groups: int, t
         _words(x.codes), x.scales, x.sums_16, x.sums_32, out, out.stride(0), planes.rows,
         K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
         B=x.codes.shape[0], BN=rows_a_program, G=groups, EMULATED=EMULATED, num_warps=warps,
-        **launch_options(out.device),
     )  # fmt: skip
 
 

@@ -3,15 +3,10 @@
 Activations are int8 with one scale a 32 columns, so that a product is integer (`dp4a`: four products in one
 instruction): turning codes into floats first is what bounds such kernels otherwise. `EMULATED` replaces the one
 instruction that Triton's interpreter lacks, so the same kernels are tested without a GPU.
-
-PDL (programmatic dependent launch, compute capability 9.0 on): a kernel may start while the one before still runs. It
-lets its own follower start at once, reads what no kernel writes (weights), and waits before it touches anything else.
-Every kernel of a chain waits, so what came before the one before is over too.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -54,14 +49,13 @@ def quantize_tile(v, in_range):
 
 
 @triton.jit
-def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, dense):
-    """f32 [M, 32], groups of 32 columns of one row, as int8 codes, scales and sums, and as it is to `dense`.
+def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, facts, halves):
+    """f32 [M, 32], groups of 32 columns of one row, as int8 codes, scales and sums; see `QuantizedRows`.
 
-    Pointers are to the row's start.
+    Pointers are to the row's start; `facts` and `halves` have 16 rows of two numbers for each group.
     """
     q, scale = quantize_tile(v, in_range)
     column = tl.arange(0, 32)
-    tl.store(dense + group[:, None] * 32 + column[None, :], v.to(dense.dtype.element_ty), mask=in_range[:, None])
     tl.store(xq + group[:, None] * 32 + column[None, :], q.to(tl.int8), mask=in_range[:, None])
     tl.store(xs + group, scale, mask=in_range)
     left = tl.sum(tl.where(column[None, :] < 16, q, 0), 1).to(tl.float32) * scale
@@ -69,10 +63,14 @@ def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, dense):
     tl.store(xsum16 + group * 2, left, mask=in_range)
     tl.store(xsum16 + group * 2 + 1, right, mask=in_range)
     tl.store(xsum32 + group, left + right, mask=in_range)
+    tl.store(facts + group * 32, scale, mask=in_range)
+    tl.store(facts + group * 32 + 1, left + right, mask=in_range)
+    tl.store(halves + group * 32, left, mask=in_range)
+    tl.store(halves + group * 32 + 1, right, mask=in_range)
 
 
 @triton.jit
-def quantize_rows(x, stride, xq, xs, xsum16, xsum32, dense, K: tl.constexpr, M: tl.constexpr):
+def quantize_rows(x, stride, xq, xs, xsum16, xsum32, facts, halves, K: tl.constexpr, M: tl.constexpr):
     """Rows of activations to int8: grid (rows, groups of 32 / M)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
@@ -81,7 +79,7 @@ def quantize_rows(x, stride, xq, xs, xsum16, xsum32, dense, K: tl.constexpr, M: 
     v = tl.load(x + row * stride + group[:, None] * 32 + column[None, :], mask=in_range[:, None], other=0.0)
     store_quantized(
         v.to(tl.float32), in_range, group, xq + row * K, xs + row * (K // 32), xsum16 + row * (K // 16),
-        xsum32 + row * (K // 32), dense + row * K,
+        xsum32 + row * (K // 32), facts + row * 2, halves + row * 2,
     )  # fmt: skip
 
 
@@ -89,14 +87,12 @@ def quantize_rows(x, stride, xq, xs, xsum16, xsum32, dense, K: tl.constexpr, M: 
 def multiply_rows(
     codes, high, scales, supers, xq, xs, xsum16, xsum32, out, out_stride, N, K: tl.constexpr, BITS: tl.constexpr,
     HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
-    EMULATED: tl.constexpr, PDL: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     """out[b, n] = sum over k of W[n, k] x[b, k]: grid (N / BN). A program holds BN whole rows in registers.
 
     Pointers to planes and to `xq` are int32. G: groups of 64 columns, K / 64 rounded up to a power of two.
     """
-    if PDL:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     here = n < N
     n = tl.minimum(n, N - 1).to(tl.int64)
@@ -163,8 +159,6 @@ def multiply_rows(
         top_scale = _half_of_word(pair, False)
         top_min = _half_of_word(pair, True)
 
-    if PDL:
-        gdc_wait()
     for b in tl.static_range(B):
         x_at = gc[:, None, None] * 16 + word[None]
         x_low = tl.broadcast_to(tl.load(xq + b * (K // 4) + x_at)[None], [BN, G, 2, 4])
@@ -285,42 +279,6 @@ def expand_rows(
     to = n.to(tl.int64)[:, None, None] * out_stride + g[None, :, None] * 64 + j[None, None, :]
     tl.store(out + to, (w_low * factor).to(kind), mask=m3)
     tl.store(out + to + 32, (w_top * factor).to(kind), mask=m3)
-
-
-@triton.jit
-def multiply_tile(
-    codes, high, scales, supers, x, x_stride, out, out_stride, N, B, K: tl.constexpr, BITS: tl.constexpr,
-    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, G: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[b, n] = sum over k of W[n, k] x[b, k], for B <= BM rows: grid (N / BN).
-
-    The weights are dequantised in registers to x's type and multiplied by the matrix units: reading them once for
-    sixteen rows costs hardly more than for one. Pointers as in `_tile_of_weights`; out f32.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    b = tl.arange(0, BM)
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    groups: tl.constexpr = K // 64
-    turns: tl.constexpr = (groups + G - 1) // G
-    kind = x.dtype.element_ty
-    c = tl.arange(0, 32 * G)
-    column = (c // 32) * 64 + c % 32
-    total = tl.zeros([BM, BN], tl.float32)
-    for turn in tl.range(0, turns, num_stages=STAGES):
-        g = turn * G + tl.arange(0, G)
-        ok = (n < N)[:, None] & (g < groups)[None, :]
-        w_low, w_top = _tile_of_weights(codes, high, scales, supers, row, g, ok, K, BITS, HIGH, KIND, ZERO)
-        at = turn * (64 * G) + column
-        here = (b < B)[:, None] & (at < K)[None, :]
-        x_low = tl.load(x + b[:, None] * x_stride + at[None, :], mask=here, other=0.0)
-        x_top = tl.load(x + b[:, None] * x_stride + at[None, :] + 32, mask=here, other=0.0)
-        total = tl.dot(x_low, tl.reshape(w_low.to(kind), [BN, 32 * G]).T, total)
-        total = tl.dot(x_top, tl.reshape(w_top.to(kind), [BN, 32 * G]).T, total)
-    tl.store(out + b[:, None] * out_stride + n[None, :], total, mask=(b < B)[:, None] & (n < N)[None, :])
 
 
 @triton.jit

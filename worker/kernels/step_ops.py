@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
-from .quant_ops import QuantizedRows, launch_options
+from .quant_ops import QuantizedRows
 from .step_triton import (
     attend_merge,
     attend_split,
@@ -15,6 +15,8 @@ from .step_triton import (
     choose_token,
     finish_half_block,
     gate_rows,
+    merge_two,
+    rope_angles,
     rotate_and_store,
 )
 
@@ -74,7 +76,7 @@ def finish_half(
     """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum."""
     rows, width = hidden.shape
     quantised = out if isinstance(out, QuantizedRows) else None
-    normed = out.dense if isinstance(out, QuantizedRows) else out
+    normed = hidden if isinstance(out, QuantizedRows) else out
     ranks = exchange.ranks if exchange else 1
     finish_half_block[(rows,)](
         hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
@@ -83,7 +85,6 @@ def finish_half(
         exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
         HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
         RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, num_warps=8 if width >= 2048 else 4,
-        **launch_options(hidden.device),
     )  # fmt: skip
 
 
@@ -104,21 +105,51 @@ class KvPlace:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines f32 [2, rows, pairs] of a pass's rows for one rope."""
+
+    values: Tensor
+    kind: RopeKind
+
+    @classmethod
+    def empty(cls, rope: RopeFacts, rows: int) -> "Angles":
+        return cls(rope.turns.new_zeros((2, rows, rope.turns.numel())), rope.kind)
+
+
+def fill_angles(rope: RopeFacts, positions: Tensor, out: Angles) -> None:
+    """For rows at these positions (int32 [T])."""
+    pairs = rope.turns.numel()
+    rope_angles[(positions.numel(),)](
+        positions, rope.turns, rope.magnitude, out.values, positions.numel(), PAIRS=pairs,
+        P=triton.next_power_of_2(pairs), num_warps=1,
+    )  # fmt: skip
+
+
 def rotate_into_cache(
-    projected: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, rope: RopeFacts, epsilon: float,
+    projected: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, angles: Angles, epsilon: float,
     positions: Tensor, table: Tensor, table_stride: int, query: Tensor, place: KvPlace, query_heads: int, kv_heads: int,
 ) -> None:
     """Rows [T, q | k | v] of one part: rotated queries to `query` [T, Q, W] (rows may be strided), the rest cached."""
     rows, width = projected.shape[0], place.keys.shape[-1]
-    query_norm, key_norm = norms or (rope.turns, rope.turns)
+    query_norm, key_norm = norms or (angles.values, angles.values)
     together = 1 if rows <= MOST_ROWS else 16
     rotate_and_store[triton.cdiv(rows, together), query_heads + 2 * kv_heads](
-        projected, projected.stride(0), rope.turns if bias is None else bias, query_norm, key_norm, rope.turns,
-        rope.magnitude, epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
+        projected, projected.stride(0), angles.values if bias is None else bias, query_norm, key_norm, angles.values,
+        epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
         place.keys.stride(0), place.keys.stride(1), rows, Q=query_heads, H=kv_heads, W=width,
-        PAIRS=rope.turns.numel(), INTERLEAVED=rope.kind is RopeKind.INTERLEAVED, BIAS=bias is not None,
+        PAIRS=angles.values.shape[2], INTERLEAVED=angles.kind is RopeKind.INTERLEAVED, BIAS=bias is not None,
         NORM=norms is not None, R=together, num_warps=4 if together > 1 else 1 if width <= 128 else 2,
-        **launch_options(projected.device),
+    )  # fmt: skip
+
+
+def join_attention(past: Tensor, past_sum: Tensor, new: Tensor, new_sum: Tensor, out: Tensor) -> None:
+    """out [T, Q, W] = attention over two runs of keys; each [T, Q, W] with f32 [Q, T] logs of its sums."""
+    rows, heads, width = out.shape
+    past_sum, new_sum = past_sum.contiguous(), new_sum.contiguous()
+    merge_two[triton.cdiv(rows, 16), heads](
+        past, past.stride(0), past_sum, new, new.stride(0), new_sum, out, out.stride(0), rows, rows, W=width, R=16,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -151,11 +182,12 @@ def attend_cached(
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
         buffers.weights, scale, place.keys.stride(0), place.keys.stride(1), H=kv_heads, GROUP=group,
         PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window,
-        STAGES=2 if width <= 128 else 1, num_warps=4, **launch_options(query.device),
+        STAGES=2 if width <= 128 else 1, num_warps=4,
     )  # fmt: skip
     attend_merge[rows, query_heads](
-        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32, out.dense,
-        Q=query_heads, W=width, SPLITS=splits, num_warps=4, **launch_options(query.device),
+        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32, out.facts,
+        out.halves,
+        Q=query_heads, W=width, SPLITS=splits, num_warps=4,
     )  # fmt: skip
 
 
@@ -163,12 +195,11 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     """activation(gate) * up of rows [T, gate | up]: bf16 [T, F] (rows may be strided), or int8."""
     rows, feed_forward = both.shape[0], both.shape[1] // 2
     quantised = out if isinstance(out, QuantizedRows) else None
-    dense = out.dense if isinstance(out, QuantizedRows) else out
+    dense = both if isinstance(out, QuantizedRows) else out
     tile = 8 if quantised else 64
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
         GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, num_warps=2 if quantised else 4,
-        **launch_options(both.device),
     )  # fmt: skip
 
 
@@ -189,17 +220,16 @@ def choose(logits: Tensor, first_id: int, scale: float, best: Tensor, state: Ste
     blocks = best.shape[1]
     best_of_block[rows, blocks](
         logits, logits.stride(0), best, vocab, first_id, scale, BLOCK=BEST_BLOCK, BLOCKS=blocks,
-        **launch_options(logits.device),
     )  # fmt: skip
     choose_token[(rows,)](
         best, state.tokens, state.positions, state.steps, state.ids, state.logprobs, state.ids.stride(0),
         exchange.inboxes, exchange.triples_at, exchange.triples_flags_at, exchange.choice_sequence, exchange.failed,
         BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS,
-        num_warps=1, **launch_options(logits.device),
+        num_warps=1,
     )  # fmt: skip
 
 
-def _quantised(rows: QuantizedRows | None, stand_in: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantised(rows: QuantizedRows | None, stand_in: Tensor) -> tuple[Tensor, ...]:
     if rows is None:
-        return stand_in, stand_in, stand_in, stand_in
-    return rows.codes, rows.scales, rows.sums_16, rows.sums_32
+        return (stand_in,) * 6
+    return rows.codes, rows.scales, rows.sums_16, rows.sums_32, rows.facts, rows.halves

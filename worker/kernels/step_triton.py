@@ -9,7 +9,6 @@ of a half only after it has seen the others' words of n + 1, which they wrote af
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .quant_triton import store_quantized
 
@@ -66,14 +65,11 @@ def _exchange_flags(
 
 @triton.jit
 def finish_half_block(
-    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, inboxes, sequence, failed,
-    epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
-    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves, inboxes,
+    sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, M)
     in_range = group < D // 32
@@ -119,91 +115,99 @@ def finish_half_block(
     if QUANT:
         store_quantized(
             y, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16), xsum32 + row * (D // 32),
-            normed + row * D,
+            facts + row * 2, halves + row * 2,
         )  # fmt: skip
     else:
         tl.store(normed + row * D + at, y.to(normed.dtype.element_ty), mask=ok)
 
 
 @triton.jit
+def rope_angles(positions, turns, magnitude, out, rows, PAIRS: tl.constexpr, P: tl.constexpr):
+    """Cosines, then sines [2, rows, PAIRS] of the rows' positions, times the magnitude. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, P)
+    there = pair < PAIRS
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(turns + pair, mask=there, other=0.0)
+    tl.store(out + row * PAIRS + pair, tl.cos(angle) * magnitude, mask=there)
+    tl.store(out + (rows + row) * PAIRS + pair, tl.sin(angle) * magnitude, mask=there)
+
+
+@triton.jit
+def _pairs(x, R: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """[R, W] to the pairs that are turned together, [R, W / 2] twice."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(x, [R, W // 2, 2]))
+    else:
+        return tl.split(tl.permute(tl.reshape(x, [R, 2, W // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _rows_of_pairs(a, b, R: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The inverse of `_pairs`."""
+    if INTERLEAVED:
+        return tl.reshape(tl.join(a, b), [R, W])
+    else:
+        return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [R, W])
+
+
+@triton.jit
 def rotate_and_store(
-    projected, projected_stride, bias, query_norm, key_norm, turns, magnitude, epsilon, positions, table, table_stride,
-    query, query_stride, keys, values, slot_stride, head_stride, T, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    projected, projected_stride, bias, query_norm, key_norm, angles, epsilon, positions, table, table_stride, query,
+    query_stride, keys, values, slot_stride, head_stride, T, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of R of T rows: bias, norm, rotation; queries out, keys and values into their slots.
 
-    Grid (T / R, Q + 2H). `positions` [T]: -1 rows are skipped. `table` + row * table_stride: a row's slots by block.
+    Grid (T / R, Q + 2H). `positions` [T]: -1 rows are skipped. `angles` as `rope_angles` gives them for the T rows.
+    `table` + row * table_stride: a row's slots by block. Whole rows are loaded and stored: pairs picked one by one
+    would be apart in memory.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row, mask=row < T, other=-1)
     there = (position >= 0)[:, None]
-    pair = tl.arange(0, W // 2)
-    if INTERLEAVED:
-        left = pair * 2
-        right = pair * 2 + 1
-    else:
-        # Pairs beyond the turned dimensions pass through; where they lie does not matter then.
-        left = tl.where(pair < PAIRS, pair, pair + PAIRS)
-        right = tl.where(pair < PAIRS, pair + PAIRS, pair + W // 2)
-    base = projected + (row * projected_stride + head * W)[:, None]
-    a = tl.load(base + left[None, :], mask=there, other=0.0).to(tl.float32)
-    b = tl.load(base + right[None, :], mask=there, other=0.0).to(tl.float32)
+    w = tl.arange(0, W)
+    x = tl.load(projected + row[:, None] * projected_stride + head * W + w[None, :], mask=there, other=0.0)
+    x = x.to(tl.float32)
     if BIAS:
-        a += tl.load(bias + head * W + left)[None, :]
-        b += tl.load(bias + head * W + right)[None, :]
+        x += tl.load(bias + head * W + w)[None, :]
     if head < Q + H:
         if NORM:
-            left_norm = tl.load(query_norm + left)
-            right_norm = tl.load(query_norm + right)
+            weight = tl.load(query_norm + w)
             if head >= Q:
-                left_norm = tl.load(key_norm + left)
-                right_norm = tl.load(key_norm + right)
-            spread = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / W
-            factor = 1.0 / tl.sqrt(spread + epsilon)
-            a = a * factor[:, None] * left_norm[None, :]
-            b = b * factor[:, None] * right_norm[None, :]
-        turned = pair < PAIRS
-        angle = position.to(tl.float32)[:, None] * tl.load(turns + pair, mask=turned, other=0.0)[None, :]
-        size = tl.where(turned, magnitude, 1.0)[None, :]
-        cosine = tl.cos(angle) * size
-        sine = tl.where(turned[None, :], tl.sin(angle) * size, 0.0)
-        a, b = a * cosine - b * sine, b * cosine + a * sine
+                weight = tl.load(key_norm + w)
+            x = x * (1.0 / tl.sqrt(tl.sum(x * x, 1) / W + epsilon))[:, None] * weight[None, :]
+        pair = tl.arange(0, W // 2)
+        at = row[:, None] * PAIRS + pair[None, :]
+        turned = there & (pair < PAIRS)[None, :]
+        cosine = tl.load(angles + at, mask=turned, other=1.0)
+        sine = tl.load(angles + tl.cast(T, tl.int64) * PAIRS + at, mask=turned, other=0.0)
+        a, b = _pairs(x, R, W, INTERLEAVED)
+        x = _rows_of_pairs(a * cosine - b * sine, b * cosine + a * sine, R, W, INTERLEAVED)
     if head < Q:
-        to = query + (row * query_stride + head * W)[:, None]
-        tl.store(to + left[None, :], a.to(query.dtype.element_ty), mask=there)
-        tl.store(to + right[None, :], b.to(query.dtype.element_ty), mask=there)
+        to = query + row[:, None] * query_stride + head * W + w[None, :]
+        tl.store(to, x.to(query.dtype.element_ty), mask=there)
     else:
         slot = tl.load(table + row * table_stride + position // 64, mask=position >= 0, other=0).to(tl.int64)
         is_key = head < Q + H
         kv_head = tl.where(is_key, head - Q, head - Q - H)
-        at = (slot * slot_stride + kv_head * head_stride + (position % 64) * W)[:, None]
+        at = (slot * slot_stride + kv_head * head_stride + (position % 64) * W)[:, None] + w[None, :]
         if is_key:
-            tl.store(keys + at + left[None, :], a.to(keys.dtype.element_ty), mask=there)
-            tl.store(keys + at + right[None, :], b.to(keys.dtype.element_ty), mask=there)
+            tl.store(keys + at, x.to(keys.dtype.element_ty), mask=there)
         else:
-            tl.store(values + at + left[None, :], a.to(values.dtype.element_ty), mask=there)
-            tl.store(values + at + right[None, :], b.to(values.dtype.element_ty), mask=there)
+            tl.store(values + at, x.to(values.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def attend_split(
     query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
 
     Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
     split = tl.program_id(1)
@@ -247,13 +251,10 @@ def attend_split(
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, xq, xs, xsum16, xsum32, dense, Q: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    sums, greatest, weights, xq, xs, xsum16, xsum32, facts, halves, Q: tl.constexpr, W: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head joined, as int8. Grid (rows, Q)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     s = tl.arange(0, SPLITS)
@@ -273,19 +274,40 @@ def attend_merge(
     groups = Q * (W // 32)
     store_quantized(
         joined, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
-        xsum16 + row * groups * 2, xsum32 + row * groups, dense + row * groups * 32,
+        xsum16 + row * groups * 2, xsum32 + row * groups, facts + row * 2, halves + row * 2,
     )  # fmt: skip
 
 
 @triton.jit
+def merge_two(
+    past, past_stride, past_sum, new, new_stride, new_sum, out, out_stride, T, head_stride, W: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """Attention over two runs of keys joined: out [T, heads, W]. Grid (T / R, heads).
+
+    `past_sum`, `new_sum` f32 [heads, T]: logs of the sums of exponentials. Strides between rows; heads lie W apart.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    head = tl.program_id(1)
+    there = row < T
+    w = tl.arange(0, W)
+    left = tl.load(past_sum + head * head_stride + row, mask=there, other=0.0)
+    right = tl.load(new_sum + head * head_stride + row, mask=there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(right - left))
+    wide = row.to(tl.int64)[:, None]
+    ok = there[:, None] & (w >= 0)[None, :]
+    a = tl.load(past + wide * past_stride + head * W + w[None, :], mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(new + wide * new_stride + head * W + w[None, :], mask=ok, other=0.0).to(tl.float32)
+    joined = a * share[:, None] + b * (1.0 - share)[:, None]
+    tl.store(out + wide * out_stride + head * W + w[None, :], joined.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def gate_rows(
-    both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, F: tl.constexpr, M: tl.constexpr, GELU: tl.constexpr,
-    QUANT: tl.constexpr, PDL: tl.constexpr,
+    both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, facts, halves, F: tl.constexpr, M: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
     in_range = group < F // 32
@@ -301,7 +323,7 @@ def gate_rows(
     if QUANT:
         store_quantized(
             y, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16), xsum32 + row * (F // 32),
-            out + row * F,
+            facts + row * 2, halves + row * 2,
         )  # fmt: skip
     else:
         tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
@@ -310,12 +332,8 @@ def gate_rows(
 @triton.jit
 def best_of_block(
     logits, stride, best, V: tl.constexpr, first_id, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Greatest logit, its id (the lowest of equals) and the sum of exponentials of a block. Grid (rows, BLOCKS)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
     i = number * BLOCK + tl.arange(0, BLOCK)
@@ -333,15 +351,11 @@ def best_of_block(
 def choose_token(
     best, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, data_at, flags_at, sequence, failed,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """The greedy token of one row over all ranks' blocks: the next step's input and a line of results. Grid (rows).
 
     Every rank joins the same numbers in the same order, so all choose alike.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, PADDED)
     there = k < BLOCKS

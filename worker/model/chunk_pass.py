@@ -6,15 +6,17 @@ first time the same pieces are launched one by one. Rows beyond the chunk are ze
 time, and nothing else. All buffers are static, one set for all buckets.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...proto.ids import Layout
+from ...proto.model import RopeSpec
 from ..kernels import quant_matrix, step_ops
 from ..kernels.quant_matrix import QuantMatrix
+from ..kernels.step_ops import Angles
 from ..weights.layer import LayerWeights, PartWeights
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table
@@ -43,6 +45,7 @@ class Buffers:
     scratch: Tensor
     positions: Tensor  # int32 [T]; -1: no row
     tables: dict[tuple[int, int], Tensor]  # slots by block of each bundle
+    angles: dict[int, Mapping[RopeSpec, Angles]]  # by bucket
 
     @classmethod
     def of(cls, decoder: DeviceDecoder, rows: int, blocks: int) -> "Buffers":
@@ -67,6 +70,7 @@ class Buffers:
                 bundle: torch.zeros(blocks, dtype=torch.int64, device=device)
                 for bundle in decoder.bundles
             },
+            {},
         )  # fmt: skip
 
 
@@ -125,6 +129,9 @@ class ChunkPass:
         buffers.hidden[rows:bucket].zero_()
         torch.arange(segment.start, segment.start + rows, out=buffers.positions[:rows])
         buffers.positions[rows:bucket].fill_(-1)
+        if bucket not in buffers.angles:
+            buffers.angles[bucket] = self._decoder.empty_angles(bucket)
+        self._decoder.angles(buffers.positions[:bucket], buffers.angles[bucket])
         for bundle, run in segment.state.slots.items():
             buffers.tables[bundle][: len(run.index)].copy_(run.index)
         return buffers
@@ -172,7 +179,9 @@ class ChunkPass:
         quant_matrix.multiply_stacked(buffers.normed[:bucket], _matrices(part.qkv for part in parts), projected)
         stage = self._decoder.stage_of(layer)
         tables: list[Table] = [(buffers.tables[stage, part.part], 0) for part in parts]
-        self._decoder.rotate_parts(projected, weights, parts, layer, buffers.positions[:bucket], tables, query)
+        self._decoder.rotate_parts(
+            projected, weights, parts, layer, buffers.positions[:bucket], buffers.angles[bucket], tables, query
+        )
 
     def _attend(
         self, buffers: Buffers, bucket: int, layer: int, parts: Sequence[PartWeights], segment: Segment

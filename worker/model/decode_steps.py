@@ -26,7 +26,8 @@ from .device_decoder import DeviceDecoder, _groups
 
 BUCKETS = (1, 2, 4, 8, 16)
 MOST_STEPS = 64  # between two looks at the results
-SPLITS = 32
+SPLITS = 32  # of a request's cache among programs
+DEEP_CONTEXT = 8192  # tokens, beyond which there are twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class _Bucket:
         head = decoder.weights.head
         self.logits = floats(size, _rows(head))
         self.best = floats(size, -(-_rows(head) // step_ops.BEST_BLOCK), 4)
+        self.angles = decoder.empty_angles(size)
         self.query = torch.zeros((size, query), dtype=torch.bfloat16, device=device)
         self.splits: dict[tuple[int, int], SplitBuffers] = {}
         self.normed = QuantizedRows.empty(size, spec.hidden, device)
@@ -104,6 +106,7 @@ class DecodeSteps:
     ) -> None:
         self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
         self._blocks = -(-context_tokens // 64) + 1
+        self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
         self._buckets: dict[int, _Bucket] = {}
 
     def serves(self, states: Sequence[RequestState]) -> bool:
@@ -192,6 +195,7 @@ class DecodeSteps:
         spec, decoder, exchange = self._spec, self._decoder, self._exchange
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
+        decoder.angles(bucket.state.positions, bucket.angles)
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
@@ -230,11 +234,13 @@ class DecodeSteps:
         place = decoder.place(number, part.part)
         key = (part.query_heads, width)
         if key not in bucket.splits:
-            bucket.splits[key] = SplitBuffers.of(bucket.size, part.query_heads, SPLITS, width, decoder.device)
+            bucket.splits[key] = SplitBuffers.of(
+                bucket.size, part.query_heads, self._splits, width, decoder.device
+            )
         _quantised(part.qkv).multiply_quantized(bucket.normed, projected)
         step_ops.rotate_into_cache(
-            projected, part.qkv_bias, norms, decoder.rope(number), spec.norm_epsilon, bucket.state.positions, table,
-            table.stride(0), query, place, part.query_heads, part.kv_heads,
+            projected, part.qkv_bias, norms, bucket.angles[facts.rope], spec.norm_epsilon, bucket.state.positions,
+            table, table.stride(0), query, place, part.query_heads, part.kv_heads,
         )  # fmt: skip
         attended = _narrow(bucket.attended, part.query_heads * width)
         step_ops.attend_cached(
@@ -253,7 +259,7 @@ def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:
 
     return QuantizedRows(
         part(rows.codes, width), part(rows.scales, width // 32), part(rows.sums_16, width // 16),
-        part(rows.sums_32, width // 32), part(rows.dense, width),
+        part(rows.sums_32, width // 32), rows.facts, rows.halves,
     )  # fmt: skip
 
 

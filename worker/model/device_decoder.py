@@ -4,7 +4,7 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,11 +14,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ...proto.ids import KvType, Layout
 from ...proto.kv import KvFormat
-from ...proto.model import ModelSpec
-from ..kernels import quant_matrix, step_ops
+from ...proto.model import ModelSpec, RopeKind, RopeSpec
+from ..kernels import deep_attention, quant_matrix, step_ops
 from ..kernels.attention import attend
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace
-from ..kernels.step_ops import KvPlace, RopeFacts
+from ..kernels.step_ops import Angles, KvPlace, RopeFacts
 from ..kv import KvStore
 from ..weights.layer import LayerWeights, PartWeights, Weights
 from .decoder import Decoder, Segment
@@ -85,10 +85,20 @@ class DeviceDecoder(Decoder):
         self.embedding.rows(ids, hidden_TD)
         return hidden_TD
 
-    def rope(self, layer: int) -> RopeFacts:
-        spec = self._spec.layers[layer].rope
-        turns, magnitude = self._ropes.table(spec)
-        return RopeFacts(turns, magnitude, spec.kind)
+    def angles(
+        self, positions: Tensor, into: Mapping[RopeSpec, Angles] | None = None
+    ) -> Mapping[RopeSpec, Angles]:
+        """Cosines and sines of every rope of the model for rows at these positions."""
+        if into is None:
+            into = self.empty_angles(positions.numel())
+        for spec, angles in into.items():
+            turns, magnitude = self._ropes.table(spec)
+            step_ops.fill_angles(RopeFacts(turns, magnitude, spec.kind), positions, angles)
+        return into
+
+    def empty_angles(self, rows: int) -> dict[RopeSpec, Angles]:
+        ropes = {layer.rope: self._ropes.table(layer.rope) for layer in self._spec.layers}
+        return {spec: Angles.empty(RopeFacts(*table, spec.kind), rows) for spec, table in ropes.items()}
 
     def place(self, layer: int, part: int) -> KvPlace:
         region = self._kv.region((self._stage_of_layer[layer], part), layer)
@@ -104,6 +114,7 @@ class DeviceDecoder(Decoder):
         hidden_TD = hidden_TD.clone()
         positions = torch.cat([torch.arange(s.start, s.start + s.rows, dtype=torch.int32) for s in segments])
         positions = positions.to(self._device, non_blocking=True)
+        angles = self.angles(positions)
         normed_TD = torch.empty(hidden_TD.shape, dtype=self._dtype, device=self._device)
         epsilon = self._spec.norm_epsilon
         step_ops.finish_half(None, hidden_TD, self._attention_norm(numbers[0]), None, epsilon, normed_TD)
@@ -111,7 +122,7 @@ class DeviceDecoder(Decoder):
             weights = self._weights.layers[layer]
             split = layout is Layout.TENSOR
             parts = (weights.own,) if split else weights.parts
-            partial_TD = self._all_attention(normed_TD, weights, parts, layer, segments, positions)
+            partial_TD = self._all_attention(normed_TD, weights, parts, layer, segments, positions, angles)
             partial_TD = self._all_reduce(partial_TD) if split else partial_TD
             if weights.attention_output_bias is not None:
                 partial_TD = partial_TD + weights.attention_output_bias
@@ -129,7 +140,7 @@ class DeviceDecoder(Decoder):
 
     def _all_attention(
         self, normed_TD: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], layer: int,
-        segments: Sequence[Segment], positions: Tensor,
+        segments: Sequence[Segment], positions: Tensor, angles: Mapping[RopeSpec, Angles],
     ) -> Tensor:
         """All parts' heads: project, rotate into the cache, attend, project back: [T, D]."""
         facts = self._spec.layers[layer]
@@ -142,13 +153,13 @@ class DeviceDecoder(Decoder):
             (rows, sum(part.query_heads for part in parts), width), dtype=self._dtype, device=self._device
         )
         tables = [self._table((self._stage_of_layer[layer], part.part), segments) for part in parts]
-        self.rotate_parts(projected_TC, weights, parts, layer, positions, tables, query_TQW)
+        self.rotate_parts(projected_TC, weights, parts, layer, positions, angles, tables, query_TQW)
         attended_TQW = self.attend_all(query_TQW, parts, layer, segments, torch.empty_like(query_TQW))
         return _side_by_side(attended_TQW.flatten(1), [part.attention_output for part in parts])
 
     def rotate_parts(
         self, projected_TC: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], layer: int, positions: Tensor,
-        tables: Sequence[Table], query_TQW: Tensor,
+        angles: Mapping[RopeSpec, Angles], tables: Sequence[Table], query_TQW: Tensor,
     ) -> None:
         """Rotate all parts' queries into `query_TQW`, and keys and values into the cache."""
         width = self._spec.layers[layer].key_width
@@ -159,7 +170,8 @@ class DeviceDecoder(Decoder):
         for part, (table, stride) in zip(parts, tables, strict=True):
             columns = (part.query_heads + 2 * part.kv_heads) * width
             step_ops.rotate_into_cache(
-                projected_TC[:, column : column + columns], part.qkv_bias, norms, self.rope(layer),
+                projected_TC[:, column : column + columns], part.qkv_bias, norms,
+                angles[self._spec.layers[layer].rope],
                 self._spec.norm_epsilon, positions, table, stride,
                 query_TQW[:, first_head : first_head + part.query_heads], self.place(layer, part.part),
                 part.query_heads, part.kv_heads,
@@ -202,6 +214,9 @@ class DeviceDecoder(Decoder):
             if even and segment.rows > 1 and (not window or length <= window):
                 key_HLW = read[0][0] if len(read) == 1 else torch.cat([key for key, _ in read])
                 value_HLW = read[0][1] if len(read) == 1 else torch.cat([value for _, value in read])
+                if deep_attention.suits(self._device, segment.rows, segment.start):
+                    deep_attention.attend_in_two(query_TQW[span], key_HLW, value_HLW, scale, attended[span])
+                    continue
                 result = functional.scaled_dot_product_attention(
                     query_TQW[span].transpose(0, 1)[None], key_HLW[None], value_HLW[None],
                     attn_mask=causal_lower_right(segment.rows, length), scale=scale,
@@ -235,7 +250,11 @@ def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
     widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
     return (
         all(key == value and key in (32, 64, 128, 256) for key, value in widths)
-        and all(layer.rope.dimensions % 2 == 0 for layer in spec.layers)
+        and all(
+            layer.rope.dimensions == layer.key_width
+            or (layer.rope.kind is RopeKind.INTERLEAVED and layer.rope.dimensions % 2 == 0)
+            for layer in spec.layers
+        )
         and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
         and spec.hidden % 32 == 0
         and KvType.Q8_0 not in (kv_format.key, kv_format.value)
