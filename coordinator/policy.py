@@ -91,8 +91,8 @@ def _predict(
     prefill, decode = journey
     cached = kept.tokens if kept is not None else 0
     rest = prompt_tokens - cached
-    step_seconds = costs.decode_layer_seconds if decode is Layout.LAYER else costs.decode_tensor_seconds
-    if step_seconds is None:
+    step = costs.decode_layer if decode is Layout.LAYER else costs.decode_tensor
+    if step is None:
         return None
     if prefill is Layout.LAYER:
         chunks = plan_chunks(rest, cached, len(costs.stages), rule, costs.stages, limits).chunks
@@ -103,10 +103,12 @@ def _predict(
     else:
         return None
     # Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
-    exposed = costs.shift_seconds_per_token * chunks[-1] if prefill is not decode else 0.0
+    exposed = (costs.to_tensor if decode is Layout.TENSOR else costs.to_layer).seconds(chunks[-1])
+    exposed = exposed if prefill is not decode else 0.0
     # A kept prefix moves before anything is read: all of its way back is waited for.
-    back = costs.shift_seconds_per_token * cached if kept is not None and kept.layout is not prefill else 0.0
-    return back + prefill_seconds + exposed + steps * step_seconds
+    moved = cached if kept is not None and kept.layout is not prefill else 0
+    back = (costs.to_tensor if prefill is Layout.TENSOR else costs.to_layer).seconds(moved)
+    return back + prefill_seconds + exposed + steps * step.seconds(1, prompt_tokens + steps // 2)
 
 
 def _reason(

@@ -82,8 +82,10 @@ def test_costs_are_measured_in_both_layouts_and_used_by_the_policy() -> None:
     costs = driver.measure_costs()
     assert [command.layout for command in group.log if isinstance(command, MeasureCosts)] == list(Layout)
     assert costs.stages[0].per_chunk == pytest.approx(1e-3, rel=0.001)
-    assert costs.decode_layer_seconds == pytest.approx(2 * costs.decode_tensor_seconds)  # type: ignore[operator]
-    assert costs.shift_seconds_per_token > 0
+    assert costs.decode_layer is not None
+    assert costs.decode_tensor is not None
+    assert costs.decode_layer.seconds() == pytest.approx(2 * costs.decode_tensor.seconds())
+    assert costs.to_tensor.per_token_seconds > 0
     result = result_of(list(generate(driver, asked(prefill=None, decode=None))))
     assert "predicted fastest" in result.prefill.reason
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
-from gearshift.coordinator.cost_model import ChunkCost, Costs
+from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import FinishReason, GenerationRequest, KeptPrefix, RequestPlan
 from gearshift.coordinator.planning import plan_request
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
@@ -232,9 +232,10 @@ def test_what_asks_for_every_position_reads_every_position(everything: dict[str,
 SLOW_TENSOR = Costs(
     stages=(ChunkCost(1e-3, 1e-4), ChunkCost(1e-3, 1e-4)),
     tensor_prefill=ChunkCost(1e-3, 1e-3),
-    decode_layer_seconds=2e-2,
-    decode_tensor_seconds=1e-2,
-    shift_seconds_per_token=1e-5,
+    decode_layer=StepCost(((1, 2e-2),)),
+    decode_tensor=StepCost(((1, 1e-2),)),
+    to_tensor=ShiftCost(0.0, 1e-5),
+    to_layer=ShiftCost(0.0, 1e-5),
 )
 
 

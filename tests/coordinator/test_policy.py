@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gearshift.coordinator.chunk_plan import Auto, Limits
-from gearshift.coordinator.cost_model import ChunkCost, Costs
+from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.policy import Choice, choose
 from gearshift.proto.ids import Layout
 
@@ -13,9 +13,10 @@ LIMITS = Limits(32, 64, 512)
 COSTS = Costs(
     stages=(ChunkCost(1e-3, 1e-4),) * 2,
     tensor_prefill=ChunkCost(2e-3, 1.5e-4),
-    decode_layer_seconds=20e-3,
-    decode_tensor_seconds=12e-3,
-    shift_seconds_per_token=1e-6,
+    decode_layer=StepCost(((1, 20e-3),)),
+    decode_tensor=StepCost(((1, 12e-3),)),
+    to_tensor=ShiftCost(0.0, 1e-6),
+    to_layer=ShiftCost(0.0, 1e-6),
 )
 
 
@@ -39,7 +40,7 @@ def test_the_fastest_journey_is_taken_and_all_times_are_named() -> None:
 
 
 def test_a_dear_shift_keeps_a_short_answer_in_its_layout() -> None:
-    choice = pick(replace(COSTS, shift_seconds_per_token=1.0), output=2)
+    choice = pick(replace(COSTS, to_tensor=ShiftCost(0.0, 1.0), to_layer=ShiftCost(0.0, 1.0)), output=2)
     assert choice.prefill is choice.decode
 
 
@@ -74,5 +75,5 @@ def test_without_costs_the_usual_layouts_are_taken_and_said_to_be_a_guess() -> N
 
 
 def test_a_part_that_was_not_measured_is_not_chosen() -> None:
-    choice = pick(replace(COSTS, tensor_prefill=None, decode_tensor_seconds=None))
+    choice = pick(replace(COSTS, tensor_prefill=None, decode_tensor=None))
     assert set(choice.predicted) == {(Layout.LAYER, Layout.LAYER)}
