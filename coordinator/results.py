@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..proto.ids import Layout, Rank
-from .generation import (
+from ..proto.generation_result import (
     DecodeResult,
     FinishReason,
     GenerationResult,
@@ -11,6 +10,7 @@ from .generation import (
     ShiftResult,
     StageTimes,
 )
+from ..proto.ids import Layout, Rank
 from .session import Session
 
 

@@ -13,11 +13,12 @@ from typing import TypeAlias
 
 from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
 from ..proto.errors import DoesNotFitError, ProtocolError
+from ..proto.generation_result import FinishReason
 from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
 from .admission import Admission
-from .generation import FinishReason, KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
 from .kept import KeptSequence, KeptSequences
 from .session import HashQuery, Phase, Session
 from .slots import SlotPool

@@ -20,10 +20,11 @@ from ..proto.commands import (
     PrepareShift,
 )
 from ..proto.errors import ProtocolError
+from ..proto.generation_result import FinishReason
 from ..proto.ids import Rank
 from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count
 from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftPrepared
-from .generation import FinishReason, RequestPlan, TokenEvent
+from .generation import RequestPlan, TokenEvent
 
 
 class Phase(StrEnum):

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from ..coordinator.driver import Driver, generate
-from ..coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from ..coordinator.generation import FinishedEvent, GenerationRequest
 from ..coordinator.text_stream import TextStream
 from ..proto.errors import RequestFailedError
+from ..proto.generation_result import GenerationResult
 from ..proto.reports import SampledToken
 
 

@@ -8,10 +8,11 @@ from ..coordinator.chat.format import ChatFormat
 from ..coordinator.chat.messages import Message
 from ..coordinator.chat.reasoning import MARK_TEXTS, Piece, PieceKind, ReasoningSplit
 from ..coordinator.driver import Driver
-from ..coordinator.generation import FinishReason, GenerationRequest, GenerationResult
+from ..coordinator.generation import GenerationRequest
 from ..coordinator.text_stream import TextStream
 from ..coordinator.tokenizer import Tokenizer
 from ..proto.errors import DoesNotFitError, RequestFailedError
+from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.sampling import SamplingParameters
 from .answer import follow
 from .options import LayoutSettings

@@ -10,9 +10,9 @@ from msgspec import convert
 
 from ..coordinator.chat.messages import Message
 from ..coordinator.chat.reasoning import Piece, PieceKind, ReasoningSplit
-from ..coordinator.generation import GenerationResult
 from ..proto.client import Answer, Client
 from ..proto.errors import RequestFailedError
+from ..proto.generation_result import GenerationResult
 from .chat_backend import CONVERSATION, ChatAnswer, chat_answer
 
 INTERRUPT_SECONDS = 0.1  # between two looks

@@ -113,7 +113,7 @@ def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> Non
 def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
     from msgspec import convert
 
-    from ..coordinator.generation import GenerationResult
+    from ..proto.generation_result import GenerationResult
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
     from .report import memory_table, phase_table, run_facts

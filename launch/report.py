@@ -1,10 +1,11 @@
 """What a run tells when it is over: the line of JSON, and the closing table for a person."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..coordinator.generation import GenerationResult, PrefillResult, ShiftResult
+from msgspec.structs import asdict
+
+from ..proto.generation_result import GenerationResult, PrefillResult, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 

@@ -5,9 +5,10 @@ from typing import Any
 from msgspec import to_builtins
 
 from ...proto.client_messages import Finished, TokensWritten
+from ...proto.generation_result import GenerationResult
 from ...proto.ids import RequestId
 from ...proto.reports import SampledToken
-from ..generation import GenerationResult, TokenEvent
+from ..generation import TokenEvent
 from ..text_stream import TextStream
 
 

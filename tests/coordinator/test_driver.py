@@ -13,16 +13,10 @@ import pytest
 from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.driver import Driver, DriverSettings, generate
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity, window_targets
-from gearshift.coordinator.generation import (
-    Event,
-    FinishedEvent,
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    TokenEvent,
-)
+from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
 from gearshift.proto.commands import LoadModel, MeasureCosts, RunTick, Shutdown
 from gearshift.proto.errors import DoesNotFitError, InputError, RequestFailedError, WorkerLostError
+from gearshift.proto.generation_result import FinishReason, GenerationResult
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.fake_group import FakeGroup

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
-from gearshift.coordinator.generation import FinishReason, GenerationRequest, KeptPrefix, RequestPlan
+from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
 from gearshift.coordinator.planning import plan_request
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.tests.helpers.fake_model import expected_answer
 from gearshift.tests.helpers.scheduler_run import (

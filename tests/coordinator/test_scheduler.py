@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed
-from gearshift.coordinator.generation import (
-    FinishReason,
-    GenerationRequest,
-)
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest, PrepareShift, RunTick
 from gearshift.proto.errors import ProtocolError
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.reports import ShiftPrepared, TickFinished
 from gearshift.tests.helpers.fake_group import FakeGroup

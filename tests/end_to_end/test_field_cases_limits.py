@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from gearshift.coordinator.driver import Driver, generate
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.launch.command_line import run_command
 from gearshift.proto.errors import InputError
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.running_groups import RunningGroups

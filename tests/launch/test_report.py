@@ -4,7 +4,8 @@ import json
 
 from rich.console import Console
 
-from gearshift.coordinator.generation import (
+from gearshift.launch.report import memory_table, phase_table, run_facts
+from gearshift.proto.generation_result import (
     DecodeResult,
     FinishReason,
     GenerationResult,
@@ -12,7 +13,6 @@ from gearshift.coordinator.generation import (
     ShiftResult,
     StageTimes,
 )
-from gearshift.launch.report import memory_table, phase_table, run_facts
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.placement.plan import LayerCut, PartCut, Placement
 from gearshift.proto.ranges import ColumnRange, HeadRange, LayerRange, VocabRange
