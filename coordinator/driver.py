@@ -109,7 +109,6 @@ class Driver:
         self._events: list[Event] = []
         self._answers: list[AnyReport] = []
         self._progress_at = clock()
-        self._trace: Trace | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -178,21 +177,6 @@ class Driver:
         self._group.broadcast(ReportMemory())
         return self._collect(MemoryReported, "report memory")
 
-    def follow(self, trace: Trace | None, hellos: Sequence[Hello] = ()) -> None:
-        """Tell `trace` of all that happens from now on, ranks' spans included; None: nobody."""
-        self._trace = trace
-        if trace is not None:
-            trace.begin([self._clock_offset(Rank(rank)) for rank in range(self._group.ranks)], hellos)
-
-    def _clock_offset(self, rank: Rank) -> ClockOffset:
-        samples = []
-        for _ in range(CLOCK_ROUNDS):
-            asked = self._clock()
-            self._group.send(rank, ReadClock())
-            read = self._collect(ClockRead, "read its clock", ranks=(rank,))[0]
-            samples.append((asked, read.seconds, self._clock()))
-        return clock_offset(samples)
-
     def shutdown(self) -> None:
         """Tell all ranks to end."""
         self._group.broadcast(Shutdown())
@@ -215,10 +199,7 @@ class Driver:
 
     def submit(self, request: GenerationRequest) -> RequestId:
         """Queue a request. Raises `InputError` when it cannot be run."""
-        began = self._clock()
         plan = self.plan(request)
-        if self._trace is not None:
-            self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
@@ -283,8 +264,6 @@ class Driver:
         if not self._scheduler.late_ranks():
             self._progress_at = self._clock()  # nothing was due until now
         for command in self._scheduler.next_commands():
-            if self._trace is not None and isinstance(command, RunTick):
-                command = msgspec.structs.replace(command, spans=True)
             self._group.broadcast(command)
         self._note_events()
 
@@ -300,17 +279,13 @@ class Driver:
         match report:
             case TickFinished():
                 self._scheduler.tick_finished(report)
-                if self._trace is not None:
-                    self._trace.tick_finished(report)
             case ShiftPrepared():
                 self._scheduler.shift_prepared(report)
             case ShiftCommitted():
                 self._scheduler.shift_committed(report)
-                if self._trace is not None:
-                    self._trace.shift_committed(report, self._clock())
             case KvHashed():
                 self._scheduler.kv_hashed(report)
-            case LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():
+            case LoadProgress() | ModelLoaded() | CostsMeasured() | MemoryReported():
                 self._answers.append(report)
             case Hello() | Heartbeat() | WorkerFailed():
                 raise ProtocolError(f"the group handed on a {type(report).__name__} of rank {report.rank}")
