@@ -1,11 +1,13 @@
 """The loop with I/O: sends what the scheduler decides, hands it what the workers report, and keeps the time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, assert_never
 
-from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, Shutdown
+from msgspec.structs import replace
+
+from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, RunTick, Shutdown
 from ..proto.errors import InputError, ProtocolError, WorkerLostError
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.kv import KvFormat, block_count, row_bytes
@@ -13,6 +15,7 @@ from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from ..proto.reports import (
     AnyReport,
+    ClockRead,
     CostsMeasured,
     Heartbeat,
     Hello,
@@ -28,6 +31,7 @@ from ..proto.reports import (
     WorkerFailed,
 )
 from .chunk_plan import Limits
+from .clock_offsets import clock_offsets
 from .cluster import Group
 from .cost_model import Costs, costs_from_measurements, measuring_points
 from .generation import (
@@ -44,6 +48,7 @@ from .policy import journeys
 from .results import RequestTimes, build_result
 from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
 from .slots import SlotPool, slots_needed, zero_bundles
+from .trace import Trace
 
 POLL_SECONDS = 0.25
 LINK_BYTES_PER_SECOND = {"cpu": 1e9, "cuda": 5e9}  # a careful guess, until a shift has been timed
@@ -109,6 +114,7 @@ class Driver:
         self._events: list[Event] = []
         self._answers: list[AnyReport] = []
         self._progress_at = clock()
+        self._trace: Trace | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -177,6 +183,12 @@ class Driver:
         self._group.broadcast(ReportMemory())
         return self._collect(MemoryReported, "report memory")
 
+    def follow(self, trace: Trace | None, hellos: Sequence[Hello] = ()) -> None:
+        """Tell `trace` of all that happens from now on, ranks' spans included; None: nobody. With no request open."""
+        self._trace = trace
+        if trace is not None:
+            trace.begin(clock_offsets(self._group, self._clock), hellos)
+
     def shutdown(self) -> None:
         """Tell all ranks to end."""
         self._group.broadcast(Shutdown())
@@ -199,7 +211,10 @@ class Driver:
 
     def submit(self, request: GenerationRequest) -> RequestId:
         """Queue a request. Raises `InputError` when it cannot be run."""
+        began = self._clock()
         plan = self.plan(request)
+        if self._trace is not None:
+            self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
@@ -264,7 +279,8 @@ class Driver:
         if not self._scheduler.late_ranks():
             self._progress_at = self._clock()  # nothing was due until now
         for command in self._scheduler.next_commands():
-            self._group.broadcast(command)
+            traced = self._trace is not None and isinstance(command, RunTick)
+            self._group.broadcast(replace(command, spans=True) if traced else command)
         self._note_events()
 
     def _pump(self, timeout_seconds: float) -> None:
@@ -272,6 +288,8 @@ class Driver:
         while report is not None:
             self._progress_at = self._clock()
             self._handle(report)
+            if self._trace is not None:
+                self._trace.reported(report, self._progress_at)
             report = self._group.receive(0.0)
         self._note_events()
 
@@ -285,7 +303,7 @@ class Driver:
                 self._scheduler.shift_committed(report)
             case KvHashed():
                 self._scheduler.kv_hashed(report)
-            case LoadProgress() | ModelLoaded() | CostsMeasured() | MemoryReported():
+            case LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():
                 self._answers.append(report)
             case Hello() | Heartbeat() | WorkerFailed():
                 raise ProtocolError(f"the group handed on a {type(report).__name__} of rank {report.rank}")
@@ -296,6 +314,8 @@ class Driver:
         """Give the scheduler's events their time, and turn them into what the user sees."""
         now = self._clock()
         for event in self._scheduler.take_events():
+            if self._trace is not None:
+                self._trace.heard(event, now)
             match event:
                 case Started():
                     self._times[event.request].started = now

@@ -147,6 +147,11 @@ class RunTick(Command, frozen=True):
 class PrepareShift(Command, frozen=True):
     """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet."""
 
+    spans: bool = False  # report what was done when, for a trace
+
+
+class ReadClock(Command, frozen=True):
+    """Answered by `ClockRead` at once."""
     request: RequestId
     to: Layout
     table: BundleTable  # slots in the target layout
@@ -181,6 +186,6 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift
-    | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
+    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | ReadClock
+    | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
 )

@@ -1,5 +1,6 @@
 """What the workers tell the coordinator: one frozen class a message, names in the past tense."""
 
+from enum import StrEnum
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -91,7 +92,7 @@ class TickFinished(Report, frozen=True):
     """Seconds are this rank's own. Tokens, logits and scores come from the sampler (rank S-1) alone.
 
     `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
-    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps.
+    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
     """
 
     sequence: int
@@ -121,6 +122,34 @@ class ShiftCommitted(Report, frozen=True):
     kv_bytes: int  # received by this rank
     weight_bytes: int
 
+class SpanKind(StrEnum):
+    """What a rank did for a while. The values are the names that a trace shows."""
+
+    WAIT = "wait"  # for a chunk's rows from the stage before; on the first stage they are looked up
+    CHUNK = "chunk"  # this stage's layers over a chunk
+    TENSOR_CHUNK = "tensor chunk"  # all layers' own parts over a chunk, collectives included
+    HEAD = "head"  # logits of a chunk that has left the last stage, and its sampling
+    DECODE = "decode"  # all steps of one batch in one tick
+    STEP = "step"  # one of them, inside a DECODE
+    MOVES_BEGIN = "moves begin"  # gathering what is sent, posting sends and receives
+    MOVES_END = "moves end"  # waiting for what is still under way, and putting it into its slots
+    MOVES = "moves"  # from MOVES_BEGIN's start to MOVES_END's end, beside all else of the tick
+
+
+class Span(Struct, frozen=True):
+    """One stretch of a rank's time. `start_seconds` is of the monotonic clock of its host.
+
+    `count`: a chunk's tokens, a batch's requests, or the blocks that move. `request` None: of several.
+    """
+
+    kind: SpanKind
+    start_seconds: float
+    seconds: float
+    request: RequestId | None = None
+    count: int = 0
+    layout: Layout | None = None  # of a batch, or of what moves: where to
+
+
 
 class KvHashed(Report, frozen=True):
     """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
@@ -135,6 +164,13 @@ class KvHashed(Report, frozen=True):
 
 class MemoryReported(Report, frozen=True):
     """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory."""
+    spans: tuple[Span, ...] = ()
+
+
+class ClockRead(Report, frozen=True):
+    """What this rank's monotonic clock shows, the clock of its spans. One host has one such clock."""
+
+    seconds: float
 
     planned_bytes: int
     peak_bytes: int
@@ -151,6 +187,6 @@ class WorkerFailed(Report, frozen=True):
 
 
 AnyReport: TypeAlias = (
-    Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ShiftPrepared
+    Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead | ShiftPrepared
     | ShiftCommitted | KvHashed | MemoryReported | WorkerFailed
 )

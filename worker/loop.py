@@ -1,6 +1,7 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -15,9 +16,11 @@ from ..proto.commands import (
     HashKv,
     LoadModel,
     MeasureCosts,
+    Move,
     OpenLinks,
     OpenRequest,
     PrepareShift,
+    ReadClock,
     Redirect,
     Refuse,
     ReportMemory,
@@ -29,7 +32,15 @@ from ..proto.errors import ProtocolError
 from ..proto.ids import ComputeType, KvType, Layout, Rank
 from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
-from ..proto.reports import AnyReport, LoadProgress, MemoryReported, ModelLoaded, TickFinished
+from ..proto.reports import (
+    AnyReport,
+    ClockRead,
+    LoadProgress,
+    MemoryReported,
+    ModelLoaded,
+    SpanKind,
+    TickFinished,
+)
 from .costs import faster_compute_type, measure
 from .device_check import check_device
 from .engine import Engine, TickOutput, finished_chunk
@@ -78,6 +89,8 @@ def run(
                     model = load_model(here, Rank(rank), links, device, channel)
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
+                case ReadClock():
+                    channel.send(ClockRead(Rank(rank), time.monotonic()))
                 case _ if model is None:
                     raise ProtocolError(f"{type(command).__name__} came before LoadModel")
                 case _:
@@ -155,20 +168,24 @@ class LoadedModel:
                 assert_never(command)
 
     def _run_tick(self, tick: RunTick) -> TickFinished:
-        output = TickOutput()
+        output = TickOutput(spans=[] if tick.spans else None)
+        started = time.monotonic()
         moves = self.shifter.start_moves(tick.moves)
+        posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
         self._run_chunks(tick, output)
         for batch in tick.decode:
             self.engine.decode(batch, output)
+        computed = time.monotonic()
         moves.finish()
+        _note_moves(tick.moves, output, started, posted, computed)
         for request in tick.frees:
             self.requests.close(request)
             if self.sampler is not None:
                 self.sampler.close(request)
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
-            tuple(output.tokens), tuple(output.logits), tuple(output.scores),
+            tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
         )
 
     def _run_chunks(self, tick: RunTick, output: TickOutput) -> None:
@@ -181,6 +198,22 @@ class LoadedModel:
         if tick.tensor_chunk is not None:
             hidden_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
             self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
+
+
+def _note_moves(
+    moves: Sequence[Move], output: TickOutput, started: float, posted: float, computed: float
+) -> None:
+    if not moves:
+        return
+    finished = time.monotonic()
+    request = moves[0].request if len({move.request for move in moves}) == 1 else None
+    blocks = sum(move.end_block - move.first_block for move in moves)
+    for kind, first, last in (
+        (SpanKind.MOVES_BEGIN, started, posted),
+        (SpanKind.MOVES_END, computed, finished),
+        (SpanKind.MOVES, started, finished),
+    ):
+        output.note(kind, first, last, request, blocks, moves[0].to)
 
 
 def load_model(

@@ -24,6 +24,7 @@ from gearshift.proto.commands import (
     Move,
     OpenRequest,
     PrepareShift,
+    ReadClock,
     ReportMemory,
     RunTick,
     Shutdown,
@@ -32,6 +33,7 @@ from gearshift.proto.ids import ComputeType, KvType, Layout, Rank, RequestId
 from gearshift.proto.kv import BLOCK_TOKENS, BundleTable, KvFormat
 from gearshift.proto.reports import (
     AnyReport,
+    ClockRead,
     CostsMeasured,
     KvHashed,
     LoadProgress,
@@ -136,7 +138,8 @@ class FakeGroup:
                 assert isinstance(command, Shutdown), f"unexpected {command}"
 
     def send(self, rank: Rank, command: AnyCommand) -> None:
-        raise AssertionError("every command is for all ranks")
+        assert isinstance(command, ReadClock), "every other command is for all ranks"
+        self._report(ClockRead(rank, 0.0))
 
     def receive(self, timeout_seconds: float) -> AnyReport | None:
         """A report of a rank drawn by lot; sometimes none yet, though some lie there."""
