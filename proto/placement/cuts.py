@@ -25,13 +25,15 @@ def place(
     layer_shares: tuple[float, ...] | None = None,
     tensor_shares: tuple[float, ...] | None = None,
     whole_layers: frozenset[int] = frozenset(),
+    migrating_layers: frozenset[int] = frozenset(),
 ) -> Placement:
     """Where a model lies on `ranks` workers.
 
     Stages follow `layer_cuts` (first layer of every stage but the first), or `layer_shares`, or are equal; parts
     follow `tensor_shares` or are equal. Shares are ratios. Stages and parts may be empty. `whole_layers` are not cut:
-    their owner's part is the whole layer, in both layouts. Raises `InputError` that names the bad value,
-    `UnsupportedModelError` for a layer that cannot be cut.
+    their owner's part is the whole layer, in both layouts. `migrating_layers` are cut, and lie where one layout needs
+    them at a time. Raises `InputError` that names the bad value, `UnsupportedModelError` for a layer that cannot be
+    cut.
     """
     if ranks < 1:
         raise InputError(f"at least one worker is needed, not {ranks}")
@@ -45,10 +47,14 @@ def place(
     shares = normalise(tensor_shares, ranks, "tensor")
     rows = aligned_unit(spec.vocab, shares, ALIGNED_ROWS, ragged_end=True)
     stages = tuple(LayerRange(first, end) for first, end in pairwise((0, *ends)))
+    for layer in sorted(migrating_layers):
+        if layer in whole_layers or not 0 <= layer < layers:
+            raise InputError(f"layer {layer} cannot migrate: it is no cut layer of the model's {layers}")
     return Placement(
         stages=stages,
         layers=_layer_cuts(spec, shares, _owners(stages, whole_layers, layers)),
         vocab=tuple(VocabRange(*run) for run in pairwise((0, *boundaries(spec.vocab, shares, rows)))),
+        migrating=tuple(sorted(migrating_layers)) if ranks > 1 else (),
     )
 
 
