@@ -134,6 +134,12 @@ class Trace:
             case _:
                 pass
 
+    def finish(self, now: float) -> None:
+        """Nothing more will be told: phases that are under way end here."""
+        for one in self._open.values():
+            self._close_phase(one, now)
+        self._open.clear()
+
     def _shift_committed(self, report: ShiftCommitted, now: float) -> None:
         one = self._open.get(report.request)
         if one is None:

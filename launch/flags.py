@@ -252,6 +252,16 @@ Json = Annotated[
     typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),
 ]
 
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write what every rank did when, for Perfetto or chrome://tracing: FILE.json or FILE.json.gz.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 CHAT = "Chat"
 
 System = Annotated[

@@ -22,6 +22,7 @@ from .console import load_progress, note, warn
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
+from .trace_file import trace_file
 
 USUAL_CONTEXT_TOKENS = (
     4096  # where the user names none: trained lengths of 128K would reserve gigabytes of KV
@@ -84,11 +85,12 @@ def open_session(
     *,
     parallel_requests: int = 1,
     gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
+    trace_path: str | None = None,
 ) -> Iterator[Session]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
-    started elsewhere instead.
+    started elsewhere instead. Where there is a `trace_path`, requests are traced there.
     """
     spec = build_spec(opened.files, context_tokens)
     placement = place(
@@ -103,7 +105,7 @@ def open_session(
     workers = gather or partial(
         local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
     )
-    with workers() as cluster:
+    with trace_file(trace_path) as trace, workers() as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
@@ -127,6 +129,8 @@ def open_session(
         _tell_loaded(spec, loaded, context_tokens)
         if costs_are_needed(settings.workers, layouts):
             driver.measure_costs()
+        if trace is not None:
+            driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster)
 
 

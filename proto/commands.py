@@ -142,16 +142,16 @@ class RunTick(Command, frozen=True):
     decode: tuple[Batch, ...] = ()  # at most one a layout
     moves: tuple[Move, ...] = ()
     frees: tuple[RequestId, ...] = ()
-
-
-class PrepareShift(Command, frozen=True):
-    """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet."""
-
     spans: bool = False  # report what was done when, for a trace
 
 
 class ReadClock(Command, frozen=True):
     """Answered by `ClockRead` at once."""
+
+
+class PrepareShift(Command, frozen=True):
+    """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet."""
+
     request: RequestId
     to: Layout
     table: BundleTable  # slots in the target layout

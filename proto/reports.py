@@ -88,40 +88,6 @@ class Scores(Struct, frozen=True):
     logprobs: tuple[float, ...]
 
 
-class TickFinished(Report, frozen=True):
-    """Seconds are this rank's own. Tokens, logits and scores come from the sampler (rank S-1) alone.
-
-    `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
-    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
-    """
-
-    sequence: int
-    busy_seconds: float
-    waiting_seconds: float
-    decode_seconds: float
-    tokens: tuple[SampledToken, ...] = ()
-    logits: tuple[LogitRows, ...] = ()
-    scores: tuple[Scores, ...] = ()
-
-
-class ShiftPrepared(Report, frozen=True):
-    """This rank can shift the request, or declines and says why."""
-
-    request: RequestId
-    accepted: bool
-    reason: str = ""
-
-
-class ShiftCommitted(Report, frozen=True):
-    """`exposed_seconds`: from the moves' last wait that work had to stand still for, see worker/shift.py."""
-
-    request: RequestId
-    to: Layout
-    seconds: float  # time spent on moves, hidden or not
-    exposed_seconds: float  # from the last sampled token to the end of the last move
-    kv_bytes: int  # received by this rank
-    weight_bytes: int
-
 class SpanKind(StrEnum):
     """What a rank did for a while. The values are the names that a trace shows."""
 
@@ -150,6 +116,47 @@ class Span(Struct, frozen=True):
     layout: Layout | None = None  # of a batch, or of what moves: where to
 
 
+class TickFinished(Report, frozen=True):
+    """Seconds are this rank's own. Tokens, logits and scores come from the sampler (rank S-1) alone.
+
+    `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
+    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
+    """
+
+    sequence: int
+    busy_seconds: float
+    waiting_seconds: float
+    decode_seconds: float
+    tokens: tuple[SampledToken, ...] = ()
+    logits: tuple[LogitRows, ...] = ()
+    scores: tuple[Scores, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+class ClockRead(Report, frozen=True):
+    """What this rank's monotonic clock shows, the clock of its spans. One host has one such clock."""
+
+    seconds: float
+
+
+class ShiftPrepared(Report, frozen=True):
+    """This rank can shift the request, or declines and says why."""
+
+    request: RequestId
+    accepted: bool
+    reason: str = ""
+
+
+class ShiftCommitted(Report, frozen=True):
+    """`exposed_seconds`: from the moves' last wait that work had to stand still for, see worker/shift.py."""
+
+    request: RequestId
+    to: Layout
+    seconds: float  # time spent on moves, hidden or not
+    exposed_seconds: float  # from the last sampled token to the end of the last move
+    kv_bytes: int  # received by this rank
+    weight_bytes: int
+
 
 class KvHashed(Report, frozen=True):
     """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
@@ -164,13 +171,6 @@ class KvHashed(Report, frozen=True):
 
 class MemoryReported(Report, frozen=True):
     """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory."""
-    spans: tuple[Span, ...] = ()
-
-
-class ClockRead(Report, frozen=True):
-    """What this rank's monotonic clock shows, the clock of its spans. One host has one such clock."""
-
-    seconds: float
 
     planned_bytes: int
     peak_bytes: int

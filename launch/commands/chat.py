@@ -61,6 +61,7 @@ def chat(
     frequency_penalty: flags.FrequencyPenalty = None,
     logit_bias: flags.LogitBias = None,
     seed: flags.Seed = None,
+    trace: flags.TraceFile = None,
     connect: flags.Connect = None,
     key_file: flags.KeyFile = None,
 ) -> None:
@@ -107,7 +108,7 @@ def chat(
         first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
         asked = current_settings({"context": context}).whole_number_or_none("context")
         context_tokens = choose_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
-        with open_session(opened, settings, layouts, context_tokens) as session:
+        with open_session(opened, settings, layouts, context_tokens, trace_path=trace) as session:
             for warning in sampling.warnings:
                 warn(warning)
             note(sampling.told)

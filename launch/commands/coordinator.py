@@ -81,6 +81,7 @@ def coordinator(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    trace: flags.TraceFile = None,
 ) -> None:
     """Load a model and serve clients (`gearshift run --connect`, `gearshift.Client`) until interrupted.
 
@@ -103,7 +104,7 @@ def coordinator(
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
         gather = _Gather(listener, settings, workers_listen, keys, key_file, join_timeout) if external else None
-        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather)
+        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather, trace)
 
 
 class _Gather:
@@ -143,6 +144,7 @@ def _serve(
     parallel: int,
     listener: "ClientListener",
     gather: _Gather | None,
+    trace: str | None,
 ) -> None:
     from ...coordinator.api.remote import RemoteApi
     from ...coordinator.api.server import Server, WorkersDoor
@@ -153,7 +155,7 @@ def _serve(
         session = stack.enter_context(
             open_session(
                 opened, settings, layouts, context_tokens,
-                parallel_requests=parallel, gather=None if gather is None else gather.open,
+                parallel_requests=parallel, gather=None if gather is None else gather.open, trace_path=trace,
             )
         )  # fmt: skip
         api = RemoteApi(session.driver, _service(opened, session, chat))

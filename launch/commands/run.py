@@ -70,6 +70,7 @@ def run(
     seed: flags.Seed = None,
     logprobs: flags.Logprobs = flags.DEFAULTS.logprobs,
     as_json: flags.Json = False,
+    trace: flags.TraceFile = None,
     connect: flags.Connect = None,
     key_file: flags.KeyFile = None,
 ) -> None:
@@ -131,7 +132,7 @@ def run(
         verify_shift=chosen.switch("verify_shift"),
     )
     stream = TextStream(opened.tokenizer.token_bytes, stops)
-    with open_session(opened, settings, layouts, context_tokens) as session:
+    with open_session(opened, settings, layouts, context_tokens, trace_path=trace) as session:
         for warning in sampling.warnings:
             warn(warning)
         note(sampling.told)
