@@ -101,34 +101,35 @@ def _prompt(run: RemoteRun) -> dict[str, Any]:
 
 
 def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> None:
+    from .answer import PlainText
+    from .chat_terminal import ChatTerminal
+
+    output = ChatTerminal() if run.chat else PlainText()
     with busy("waiting for the answer") as prompt_is_read, client.generate(**_prompt(run), **options) as answer:
-        for piece in answer:
+        for piece in answer.pieces():
             prompt_is_read()
             if not run.as_json:
-                print(piece, end="", flush=True)
+                output.show(piece)
         result = answer.result()
+    if not run.as_json:
+        output.end_answer()
     _tell(client, run, result)
 
 
 def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
-    from msgspec import convert
-
-    from ..proto.generation_result import GenerationResult
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
     from .report import memory_table, phase_table, run_facts
 
-    result = convert(told.facts, GenerationResult)
+    result = told.facts
     ranks = client.status().ranks
     placement = _Stages(tuple(LayerRange(rank.first_layer, rank.end_layer) for rank in ranks))
     memory = [
         MemoryReported(Rank(rank.rank), rank.planned_bytes, rank.peak_bytes, rank.anonymous_bytes) for rank in ranks
     ]
     if run.as_json:
-        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory)
+        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning)
         print(json.dumps(facts, ensure_ascii=False))
-    else:
-        print(flush=True)
     if result.warning is not None:
         warn(result.warning)
     stderr_console().print(phase_table(result))

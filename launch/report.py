@@ -29,10 +29,12 @@ def run_facts(
     start_seconds: float,
     load_seconds: float,
     memory: Sequence[MemoryReported],
+    reasoning: str = "",
 ) -> dict[str, Any]:
     """The object that `run --json` prints. Seconds, bytes, token counts; lists of ranks are in rank order."""
     facts: dict[str, Any] = {
         "text": text,
+        **({"reasoning": reasoning} if reasoning else {}),
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": [token.token for token in result.tokens],
         "finish_reason": str(result.finish_reason),

@@ -10,12 +10,13 @@ the coordinator then ends their requests. Nothing is repeated by itself.
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .client_answer import AnswerResult, build_generate, reply_error, result_of
+from .client_answer import AnswerResult, build_generate, pieces_of, reply_error, result_of
 from .client_messages import (
     Accepted,
     AnyReply,
@@ -37,6 +38,7 @@ from .client_wire import ClientWire
 from .errors import GearshiftError, ProtocolError
 from .ids import Layout, RequestId
 from .keys import read_keys
+from .pieces import Piece, PieceKind
 
 CONNECT_SECONDS = 30.0
 CALL_SECONDS = 60.0  # for the answer to anything but a request for text
@@ -142,17 +144,23 @@ class Answer:
         self._call = call
         self._result: AnswerResult | None = None
         self._failure: GearshiftError | None = None
-        self._written: list[TokensWritten] = []
+        self._ready: deque[Piece] = deque()
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text that no earlier iteration has given. Raises what ended the request."""
-        while (piece := self._next_piece()) is not None:
-            if piece:
-                yield piece
+        """The answer's text, piece by piece, without its reasoning: `pieces` gives that too."""
+        for piece in self.pieces():
+            if piece.kind is PieceKind.ANSWER:
+                yield piece.text
+
+    def pieces(self) -> Iterator[Piece]:
+        """Pieces that no earlier iteration has taken, reasoning first. Raises what ended the request."""
+        while self._ready or self._wait_for_more():
+            while self._ready:
+                yield self._ready.popleft()
 
     def result(self) -> AnswerResult:
         """Wait for the end. Raises what ended the request, if it did not finish."""
-        for _ in self:
+        for _ in self.pieces():
             pass
         assert self._result is not None
         return self._result
@@ -170,22 +178,22 @@ class Answer:
     ) -> None:
         self.cancel()
 
-    def _next_piece(self) -> str | None:
+    def _wait_for_more(self) -> bool:
+        """False when the answer is over."""
         if self._failure is not None:
             raise self._failure
         if self._result is not None:
-            return None
+            return False
         try:
             news = _reply(self._news.get())
         except GearshiftError as error:
             self._failure = error
             raise
-        if isinstance(news, TokensWritten):
-            self._written.append(news)
-            return news.text
-        finished = _expect(news, Finished)
-        self._result = result_of(self.accepted, self._written, finished)
-        return finished.rest
+        written = news if isinstance(news, TokensWritten) else _expect(news, Finished)
+        self._ready.extend(pieces_of(written))
+        if isinstance(written, Finished):
+            self._result = result_of(self.accepted, written)
+        return True
 
 
 class AsyncClient:
@@ -287,17 +295,23 @@ class AsyncAnswer:
         self._news = news
         self._result: AnswerResult | None = None
         self._failure: GearshiftError | None = None
-        self._written: list[TokensWritten] = []
+        self._ready: deque[Piece] = deque()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces of text that no earlier iteration has given. Raises what ended the request."""
-        while (piece := await self._next_piece()) is not None:
-            if piece:
-                yield piece
+        """The answer's text, piece by piece, without its reasoning: `pieces` gives that too."""
+        async for piece in self.pieces():
+            if piece.kind is PieceKind.ANSWER:
+                yield piece.text
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces that no earlier iteration has taken, reasoning first. Raises what ended the request."""
+        while self._ready or await self._wait_for_more():
+            while self._ready:
+                yield self._ready.popleft()
 
     async def result(self) -> AnswerResult:
         """Wait for the end. Raises what ended the request, if it did not finish."""
-        async for _ in self:
+        async for _ in self.pieces():
             pass
         assert self._result is not None
         return self._result
@@ -315,11 +329,12 @@ class AsyncAnswer:
     ) -> None:
         self.cancel()
 
-    async def _next_piece(self) -> str | None:
+    async def _wait_for_more(self) -> bool:
+        """False when the answer is over."""
         if self._failure is not None:
             raise self._failure
         if self._result is not None:
-            return None
+            return False
         try:
             news = _reply(await self._news.get())
         except GearshiftError as error:
@@ -328,12 +343,11 @@ class AsyncAnswer:
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if isinstance(news, TokensWritten):
-            self._written.append(news)
-            return news.text
-        finished = _expect(news, Finished)
-        self._result = result_of(self.accepted, self._written, finished)
-        return finished.rest
+        written = news if isinstance(news, TokensWritten) else _expect(news, Finished)
+        self._ready.extend(pieces_of(written))
+        if isinstance(written, Finished):
+            self._result = result_of(self.accepted, written)
+        return True
 
 
 def _inbox() -> "tuple[asyncio.Queue[News], Callable[[News], None]]":

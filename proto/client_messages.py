@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from .generation_result import GenerationResult
 from .ids import Layout, RequestId
 from .reports import SampledToken
 
@@ -113,7 +114,8 @@ class Generate(Request, frozen=True):
     """Answer a prompt, given by exactly one of `text`, `messages` and `ids`.
 
     Answered by `Accepted`, then `TokensWritten` where `stream` is set, then `Finished` or `Failed`; or by `Refused`.
-    `max_tokens` None: up to the context's end. `plan_epoch`: refused as stale unless it is still the current one.
+    Of an answer to `messages` the reasoning is told apart. `max_tokens` None: up to the context's end. `plan_epoch`:
+    refused as stale unless it is still the current one.
     """
 
     text: str | None = None
@@ -197,23 +199,27 @@ class Accepted(Reply, frozen=True):
 
 
 class TokensWritten(Reply, frozen=True):
-    """Tokens of an answer, and the text that is certain since the last such message (it may be empty)."""
+    """Tokens of an answer, and the text that is certain since the last such message (it may be empty).
+
+    `reasoning` comes before `text`: it is what the model thinks before it answers `messages`, without its marks.
+    """
 
     request: RequestId
     first: int  # index of the first token in the answer
     tokens: tuple[SampledToken, ...]
     text: str
+    reasoning: str = ""
 
 
 class Finished(Reply, frozen=True):
-    """The whole answer: `text` in full, `result` with the story of the request as `gearshift run --json` tells it."""
+    """The whole answer: `text` and `reasoning` in full, `result` with the tokens and the story of the request."""
 
     request: RequestId
     text: str
     rest: str  # text after the last `TokensWritten`
-    tokens: tuple[int, ...]
-    finish_reason: str
-    result: dict[str, Any]
+    reasoning: str
+    rest_of_reasoning: str
+    result: GenerationResult
     start_seconds: float
     load_seconds: float
 

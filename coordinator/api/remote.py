@@ -47,9 +47,8 @@ from ...proto.reports import MemoryReported
 from ..chunk_plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
-from ..text_stream import TextStream, parse_stops
 from .answers import Answer
-from .prompts import build_request
+from .prompts import build_request, open_text, read_prompt
 from .service import Service
 
 MAX_CLIENTS = 1024
@@ -157,14 +156,15 @@ class RemoteApi:
                 f"the plan is of epoch {message.plan_epoch}, before a switch of layouts: the epoch is {self._epoch}"
             )
         self._check_layouts(message.prefill, message.decode)
-        stream = TextStream(self._service.tokenizer.token_bytes, parse_stops(message.stop))
         context = self._driver.settings.context_tokens
-        request = build_request(message, self._service, self._driver.spec.vocab, context, self._layouts)
+        prompt = read_prompt(message, self._service, self._driver.spec.vocab, context)
+        stream, split = open_text(message, prompt, self._service.tokenizer)
+        request = build_request(message, prompt, self._service, self._layouts)
         if message.conversation is not None:
             request = replace(request, conversation=self._own_conversation(peer, message.conversation))
         plan = self._driver.plan(request)
         request_id = self._driver.submit(request)
-        answers[request_id] = Answer(message.call, request_id, stream, streamed=message.stream)
+        answers[request_id] = Answer(message.call, request_id, stream, split, streamed=message.stream)
         self._client_of[request_id] = peer
         return Accepted(
             message.call, request_id, len(request.prompt), plan.prefill, plan.decode, request.sampling.seed

@@ -12,10 +12,13 @@ from ..tokenizer import Tokenizer
 
 
 class RenderedChat(Protocol):
-    """A conversation as ids."""
+    """A conversation as ids; `reasons` where it leaves the model within its reasoning."""
 
     @property
     def ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def reasons(self) -> bool: ...
 
 
 class ChatPrompter(Protocol):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ...proto.errors import InputError, RequestFailedError
 from .. import flags
-from ..chat_setup import chat_tokens, parse_template_options
+from ..chat_setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
 from ..options import GROUP_FLAGS, SAMPLING_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import prompt_tokens, read_prompt
@@ -13,8 +13,10 @@ from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
+    from ...coordinator.chat.reasoning import ReasoningSplit
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream
+    from ...proto.pieces import Piece
     from ..session_setup import Session
 
 EXAMPLES = """\
@@ -79,6 +81,7 @@ def run(
     The answer goes to stdout as it comes, all else to stderr.
     """
     arguments = locals()
+    from ...coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream, parse_stops
     from ...proto.sampling import validate
@@ -113,8 +116,10 @@ def run(
         logprobs=logprobs,
     )
     validate(sampling.parameters, opened.spec.vocab)
+    split: ReasoningSplit | None = None
     if chat:
-        tokens = chat_tokens(source, opened, system, template, options)
+        rendered = chat_prompt(source, opened, system, template, options)
+        tokens, split = rendered.ids, ReasoningSplit(reasons=rendered.reasons)
     else:
         tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     chosen = current_settings({"context": context, "verify_shift": verify_shift})
@@ -131,34 +136,44 @@ def run(
         chunk_rule=layouts.chunk_rule,
         verify_shift=chosen.switch("verify_shift"),
     )
-    stream = TextStream(opened.tokenizer.token_bytes, stops)
+    stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
     with open_session(opened, settings, layouts, context_tokens, trace_path=trace) as session:
         for warning in sampling.warnings:
             warn(warning)
         note(sampling.told)
-        _answer(session, request, stream, as_json)
+        _answer(session, request, stream, split, as_json)
 
 
-def _answer(session: "Session", request: "GenerationRequest", stream: "TextStream", as_json: bool) -> None:
-    from ..answer import follow
+def _answer(
+    session: "Session",
+    request: "GenerationRequest",
+    stream: "TextStream",
+    split: "ReasoningSplit | None",
+    as_json: bool,
+) -> None:
+    from ..answer import PlainText, SplitText, follow
+    from ..chat_terminal import ChatTerminal
     from ..report import memory_table, phase_table, run_facts
 
+    output = PlainText() if split is None else ChatTerminal()
     with busy(f"reading {len(request.prompt)} tokens") as prompt_is_read:
 
-        def show(piece: str) -> None:
+        def show(piece: "Piece") -> None:
             prompt_is_read()
             if not as_json:
-                print(piece, end="", flush=True)
+                output.show(piece)
 
-        text, result = follow(session.driver, request, stream, show)
+        told = SplitText(split, show)
+        _, result = follow(session.driver, request, stream, told.take)
+        told.finish()
     memory = session.driver.memory()
     if as_json:
         facts = run_facts(
-            text, result, session.placement, session.start_seconds, session.loaded.seconds, memory
+            told.text, result, session.placement, session.start_seconds, session.loaded.seconds, memory, told.reasoning
         )
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        print(flush=True)
+        output.end_answer()
     if result.warning is not None:
         warn(result.warning)
     stderr_console().print(phase_table(result))

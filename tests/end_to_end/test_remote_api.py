@@ -165,7 +165,7 @@ def test_a_switch_of_layouts_changes_what_comes_next_and_nothing_else(serve_demo
             with pytest.raises(InputError, match="epoch"):
                 client.generate(PROMPTS[0], max_tokens=6, plan_epoch=plan.epoch)
             result = client.generate(PROMPTS[0], max_tokens=6, temperature=0.0).result()
-            assert (result.facts["prefill"]["layout"], result.facts["decode"]["layout"]) == (prefill, decode)
+            assert (result.facts.prefill.layout, result.facts.decode.layout) == (prefill, decode)
             texts.add(result.text)
         assert len(texts) == 1
 

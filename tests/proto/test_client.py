@@ -83,7 +83,7 @@ def test_a_client_streams_and_takes_results(client: gearshift.Client) -> None:
     assert "".join(pieces) == result.text == letters(expected)
     assert (list(result.tokens), result.finish_reason, result.prompt_tokens) == (expected, "length", 5)
     assert list(client.generate(ids=[3, 4, 5], max_tokens=9, stream=False).result().tokens) == answer_ids((3, 4, 5), 9)
-    assert result.facts["prefill"]["layout"] in ("layer", "tensor")
+    assert result.facts.prefill.layout in ("layer", "tensor")
 
 
 def test_an_asyncio_client_does_the_same(server: Serving) -> None:
