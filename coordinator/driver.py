@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, RunTick, Shutdown
 from ..proto.errors import InputError, ProtocolError, WorkerLostError
+from ..proto.generation_result import FinishReason
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.kv import KvFormat, block_count, row_bytes
 from ..proto.model import ModelSpec
@@ -30,6 +31,7 @@ from ..proto.reports import (
     TickFinished,
     WorkerFailed,
 )
+from .answer_length import AnswerLengths
 from .chunk_plan import Limits
 from .clock_offsets import clock_offsets
 from .cluster import Group
@@ -43,7 +45,7 @@ from .generation import (
     ScoresEvent,
     TokenEvent,
 )
-from .planning import plan_request
+from .planning import GroupState, plan_request
 from .policy import journeys
 from .results import RequestTimes, build_result
 from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
@@ -108,6 +110,7 @@ class Driver:
             pool,
         )
         self._costs: Costs | None = None
+        self._lengths = AnswerLengths()
         self._kv_format: KvFormat | None = settings.kv_format
         self._times: dict[RequestId, RequestTimes] = {}
         self._next_request = 0
@@ -222,16 +225,17 @@ class Driver:
 
     def plan(self, request: GenerationRequest) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
-        return plan_request(
-            RequestId(self._next_request),
-            request,
+        group = GroupState(
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
             context_tokens=self._settings.context_tokens,
             costs=self._costs,
             limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
-            kept=self._scheduler.kept_prefix(request.conversation, request.prompt),
+            running=self._scheduler.running,
+            lengths=self._lengths,
         )
+        kept = self._scheduler.kept_prefix(request.conversation, request.prompt)
+        return plan_request(RequestId(self._next_request), request, group, kept)
 
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
@@ -326,6 +330,8 @@ class Driver:
                     self._events.append(event)
                 case Ended():
                     request_id = event.session.plan.request_id
+                    complete = event.session.finish_reason is FinishReason.STOP
+                    self._lengths = self._lengths.after(len(event.session.tokens), complete=complete)
                     result = build_result(event.session, self._times.pop(request_id))
                     self._events.append(FinishedEvent(request_id, result))
                 case _:

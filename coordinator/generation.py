@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..proto.generation_result import GenerationResult
+from ..proto.generation_result import GenerationResult, JourneyForecast
 from ..proto.ids import Layout, RequestId
 from ..proto.reports import LogitRows, SampledToken, Scores
 from ..proto.sampling import SamplingParameters
 from .chunk_plan import Auto, ChunkRule
+from .regret import Regret
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class RequestPlan:
     chunk_reason: str = ""
     kept: KeptPrefix | None = None
     cold: "RequestPlan | None" = None
+    forecasts: tuple[JourneyForecast, ...] = ()  # of all journeys that were compared
+    weights: Regret | None = None  # where they lie after this request, if they migrate
 
     @property
     def cached_tokens(self) -> int:

@@ -1,27 +1,35 @@
 """In which layouts a request is read and answered: the least predicted time, with its reason. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import TypeAlias
+from math import inf
 
+from ..proto.generation_result import JourneyForecast
 from ..proto.ids import Layout
-from .chunk_plan import ChunkRule, Limits, plan_chunks
+from .chunk_plan import ChunkPlan, ChunkRule, Limits
 from .cost_model import Costs
-from .flow_shop import chunk_seconds, makespan_of_chunks
+from .forecast import Forecast, Task, chunk_plans, forecasts
+from .forecast import Journey as Journey
 from .generation import KeptPrefix
-
-DEFAULT_OUTPUT_TOKENS = 256  # guessed length of an answer whose limit is the context's end
-Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
+from .regret import Regret
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Layouts of one request. `predicted` holds seconds of every journey that was compared."""
+    """Layouts of one request. `forecasts` holds every journey that was compared."""
 
     prefill: Layout
     decode: Layout
     reason: str
-    predicted: dict[Journey, float]
+    chunk_plan: ChunkPlan
+    forecasts: Mapping[Journey, Forecast] = field(default_factory=dict)
+    weights: Regret | None = None  # after this request, where weights migrate
+
+    @property
+    def predicted(self) -> dict[Journey, float]:
+        """Seconds of each journey that was compared."""
+        return {journey: forecast.seconds for journey, forecast in self.forecasts.items()}
 
 
 def journeys(ranks: int, prefill: Layout | None, decode: Layout | None) -> tuple[Journey, ...]:
@@ -32,8 +40,7 @@ def journeys(ranks: int, prefill: Layout | None, decode: Layout | None) -> tuple
 
 
 def choose(
-    prompt_tokens: int,
-    output_tokens: int | None,
+    task: Task,
     costs: Costs | None,
     forced_prefill: Layout | None,
     forced_decode: Layout | None,
@@ -41,31 +48,39 @@ def choose(
     ranks: int,
     rule: ChunkRule,
     limits: Limits,
-    kept: KeptPrefix | None = None,
+    weights: Regret | None = None,
 ) -> Choice:
-    """The fastest journey within what was asked for. `output_tokens` None: not known.
+    """The fastest journey within what was asked for, and the chunks its prompt is read in.
 
-    A kept prefix is not read again, but has to be moved where its layout is not that of the prefill.
+    A kept prefix is not read again, but has to be moved where its layout is not that of the prefill. Where `weights`
+    migrate, moves are priced, and the regret rule decides instead of the least time of this one request.
     """
     open_journeys = journeys(ranks, forced_prefill, forced_decode)
-    if ranks == 1:
-        return Choice(*open_journeys[0], "one worker: nothing to split", {})
-    if len(open_journeys) == 1:
-        return Choice(*open_journeys[0], "asked for", {})
-    if costs is None:
-        usual = kept.layout if kept is not None else Layout.LAYER
-        prefill, decode = forced_prefill or usual, forced_decode or Layout.TENSOR
-        return Choice(prefill, decode, "costs not measured: the usual layouts", {})
-    steps = DEFAULT_OUTPUT_TOKENS if output_tokens is None else max(0, output_tokens - 1)
-    predicted = {
-        journey: seconds
-        for journey in open_journeys
-        if (seconds := _predict(prompt_tokens, steps, costs, journey, rule, limits, kept)) is not None
-    }
-    if not predicted:
-        return Choice(*open_journeys[0], "no journey's costs were measured", {})
-    best = min(predicted, key=lambda journey: predicted[journey])
-    return Choice(*best, _reason(best, predicted, prompt_tokens, steps, kept), predicted)
+    if len(open_journeys) == 1 or costs is None:
+        journey, reason = _without_comparing(task, open_journeys, ranks, forced_prefill, forced_decode)
+        plan = chunk_plans(task, costs, ranks, rule, limits, journey[:1])[journey[0]]
+        return Choice(*journey, reason, plan, weights=weights and weights.moved_to(journey[0]).moved_to(journey[1]))
+    prefills = tuple(dict.fromkeys(prefill for prefill, _ in open_journeys))
+    plans = chunk_plans(task, costs, ranks, rule, limits, prefills)
+    found = forecasts(task, costs, open_journeys, plans, weights)
+    if not found:
+        best, reason = open_journeys[0], "no journey's costs were measured"
+    elif weights is not None:
+        best, weights = _by_regret(found, weights)
+        why = f"by what staying has cost ({weights.seconds:.3g} s of the {weights.round_trip_seconds:.3g} s to move)"
+        reason = _reason(best, found, task, why)
+    else:
+        best = min(found, key=lambda journey: found[journey].seconds)
+        reason = _reason(best, found, task, "is predicted fastest")
+    return Choice(*best, reason, plans[best[0]], found, weights)
+
+
+def told_forecasts(found: Mapping[Journey, Forecast]) -> tuple[JourneyForecast, ...]:
+    """For a request's story."""
+    return tuple(
+        JourneyForecast(prefill, decode, one.seconds, one.back, one.prefill, one.exposed, one.decode)
+        for (prefill, decode), one in found.items()
+    )
 
 
 def worth_keeping(cold: Choice, warm: Choice, kept: KeptPrefix, prompt_tokens: int) -> bool:
@@ -73,52 +88,51 @@ def worth_keeping(cold: Choice, warm: Choice, kept: KeptPrefix, prompt_tokens: i
 
     Without predictions: unless more than half of the prompt would be read in another layout than from the start.
     """
-    if cold.predicted and warm.predicted:
+    if cold.forecasts and warm.forecasts:
         return min(warm.predicted.values()) <= min(cold.predicted.values())
     return warm.prefill is cold.prefill or 2 * kept.tokens >= prompt_tokens
 
 
-def _predict(
-    prompt_tokens: int,
-    steps: int,
-    costs: Costs,
-    journey: Journey,
-    rule: ChunkRule,
-    limits: Limits,
-    kept: KeptPrefix | None,
-) -> float | None:
-    """Seconds of the way back, prefill, exposed shift and decode steps; None where a part was not measured."""
-    prefill, decode = journey
-    cached = kept.tokens if kept is not None else 0
-    rest = prompt_tokens - cached
-    step = costs.decode_layer if decode is Layout.LAYER else costs.decode_tensor
-    if step is None:
-        return None
-    if prefill is Layout.LAYER:
-        chunks = plan_chunks(rest, cached, len(costs.stages), rule, costs.stages, limits).chunks
-        prefill_seconds = makespan_of_chunks(chunks, cached, costs.stages)
-    elif costs.tensor_prefill is not None:
-        chunks = plan_chunks(rest, cached, 1, rule, None, limits).chunks
-        prefill_seconds = sum(chunk_seconds(chunks, cached, costs.tensor_prefill))
-    else:
-        return None
-    # Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
-    exposed = (costs.to_tensor if decode is Layout.TENSOR else costs.to_layer).seconds(chunks[-1])
-    exposed = exposed if prefill is not decode else 0.0
-    # A kept prefix moves before anything is read: all of its way back is waited for.
-    moved = cached if kept is not None and kept.layout is not prefill else 0
-    back = (costs.to_tensor if prefill is Layout.TENSOR else costs.to_layer).seconds(moved)
-    return back + prefill_seconds + exposed + steps * step.seconds(1, prompt_tokens + steps // 2)
+def _without_comparing(
+    task: Task,
+    open_journeys: Sequence[Journey],
+    ranks: int,
+    forced_prefill: Layout | None,
+    forced_decode: Layout | None,
+) -> tuple[Journey, str]:
+    if ranks == 1:
+        return open_journeys[0], "one worker: nothing to split"
+    if len(open_journeys) == 1:
+        return open_journeys[0], "asked for"
+    usual = task.kept.layout if task.kept is not None else Layout.LAYER
+    journey = forced_prefill or usual, forced_decode or Layout.TENSOR
+    return journey, "costs not measured: the usual layouts"
 
 
-def _reason(
-    best: Journey, predicted: dict[Journey, float], prompt_tokens: int, steps: int, kept: KeptPrefix | None
-) -> str:
+def _by_regret(found: Mapping[Journey, Forecast], weights: Regret) -> tuple[Journey, Regret]:
+    """The rule is asked before the prompt, and before the answer.
+
+    Keys and values that a move of the weights takes along are a cost of the answer in the other state.
+    """
+    read = {prefill: forecast.prefill for (prefill, _), forecast in found.items()}
+    before = weights.note(read.get(Layout.LAYER, inf), read.get(Layout.TENSOR, inf))
+    written = {
+        decode: forecast.decode + max(0.0, forecast.exposed - before.move_seconds(decode))
+        for (prefill, decode), forecast in found.items()
+        if prefill is before.state
+    }
+    after = before.note(written.get(Layout.LAYER, inf), written.get(Layout.TENSOR, inf))
+    return (before.state, after.state), after
+
+
+def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: str) -> str:
     times = ", ".join(
-        f"{prefill}->{decode} {predicted[prefill, decode]:.3g} s"
-        for prefill, decode in sorted(predicted, key=lambda journey: predicted[journey])
+        f"{prefill}->{decode} {found[prefill, decode].seconds:.3g} s"
+        for prefill, decode in sorted(found, key=lambda journey: found[journey].seconds)
     )
+    kept = task.kept
     cached = f" ({kept.tokens} of them kept in the {kept.layout} layout)" if kept is not None else ""
-    return (
-        f"{best[0]}->{best[1]} is predicted fastest for {prompt_tokens} tokens{cached} and {steps} steps: {times}"
-    )
+    answered = task.running.layer + task.running.tensor
+    beside = f" beside {answered} answer{'s' if answered > 1 else ''}" if answered else ""
+    work = f"{task.prompt_tokens} tokens{cached} and {task.steps} steps{beside}"
+    return f"{best[0]}->{best[1]} {why} for {work}: {times}"

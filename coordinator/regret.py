@@ -54,6 +54,10 @@ class Regret:
             return replace(self, state=other(self.state), seconds=0.0)
         return replace(self, seconds=seconds)
 
+    def moved_to(self, state: Layout) -> "Regret":
+        """Moved without being asked, or still there."""
+        return self if state is self.state else replace(self, state=state, seconds=0.0)
+
     def at_prices(self, to_tensor_seconds: float, to_layer_seconds: float) -> "Regret":
         """The same with what moves take by a newer measurement."""
         return replace(self, to_tensor_seconds=to_tensor_seconds, to_layer_seconds=to_layer_seconds)

@@ -34,6 +34,7 @@ def build_result(session: Session, times: RequestTimes) -> GenerationResult:
         finish_reason=session.finish_reason or FinishReason.ERROR,
         prefill=_prefill(session, times),
         shift=shift,
+        policy=plan.forecasts,
         decode=_decode(session, times, shift.exposed_seconds if shift else 0.0),
         warning=session.warning,
         error=session.error,

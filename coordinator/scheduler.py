@@ -6,7 +6,7 @@ chunks that are in the pipeline run to its end even if the request ended meanwhi
 state that nobody sends; only then are its slots freed.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -18,6 +18,7 @@ from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
 from .admission import Admission
+from .forecast import Running
 from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
 from .kept import KeptSequence, KeptSequences
 from .session import HashQuery, Phase, Session
@@ -129,6 +130,16 @@ class Scheduler:
     def counts(self) -> tuple[int, int, int]:
         """Requests that wait, that are open, and that have ended but are not yet freed on every rank."""
         return len(self._waiting), len(self._open), len(self._closing)
+
+    @property
+    def running(self) -> Running:
+        """The requests whose prompts are read and which are, or soon will be, answered."""
+        answered = [session for session in self._open.values() if session.phase in (Phase.SHIFT, Phase.DECODE)]
+        if not answered:
+            return Running()
+        counts = Counter(session.plan.decode for session in answered)
+        cached = sum(session.prompt_tokens + session.steps_done for session in answered)
+        return Running(counts[Layout.LAYER], counts[Layout.TENSOR], cached // len(answered))
 
     @property
     def free_slots(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ..proto.generation_result import GenerationResult, PrefillResult, ShiftResult
@@ -39,6 +40,7 @@ def run_facts(
         "completion_tokens": [token.token for token in result.tokens],
         "finish_reason": str(result.finish_reason),
         "prefill": _prefill_facts(result.prefill, placement),
+        "policy": [to_builtins(journey) for journey in result.policy],
         "shift": None if result.shift is None else _shift_facts(result.shift),
         "decode": asdict(result.decode),
         "start_seconds": start_seconds,

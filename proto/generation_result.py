@@ -57,6 +57,18 @@ class DecodeResult(Struct, frozen=True):
     tokens_per_second: float
 
 
+class JourneyForecast(Struct, frozen=True):
+    """Seconds that a request was predicted to take in a pair of layouts, in all and by part."""
+
+    prefill: Layout
+    decode: Layout
+    seconds: float
+    back_seconds: float  # kept keys and values, and weights, that would have moved before the prompt
+    prefill_seconds: float
+    exposed_seconds: float  # that the answer would have waited for the shift
+    decode_seconds: float
+
+
 class GenerationResult(Struct, frozen=True):
     """A request's whole story. `decode` holds no step where the answer ended with the first token."""
 
@@ -68,4 +80,5 @@ class GenerationResult(Struct, frozen=True):
     decode: DecodeResult
     warning: str | None = None
     error: str | None = None
+    policy: tuple[JourneyForecast, ...] = ()  # what was compared; none where nothing was to be chosen
     moved_back: ShiftResult | None = None  # kept keys and values, before the rest of the prompt was read

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
-from gearshift.coordinator.planning import plan_request
+from gearshift.coordinator.planning import GroupState, plan_request
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
 from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
@@ -45,12 +45,8 @@ def planned(run: Run, request_id: int, request: GenerationRequest, costs: Costs 
     return plan_request(
         RequestId(request_id),
         request,
-        ranks=run.group.ranks,
-        vocab=VOCAB,
-        context_tokens=CONTEXT,
-        costs=costs,
-        limits=LIMITS,
-        kept=run.scheduler.kept_prefix(request.conversation, request.prompt),
+        GroupState(run.group.ranks, VOCAB, CONTEXT, costs, LIMITS),
+        run.scheduler.kept_prefix(request.conversation, request.prompt),
     )
 
 
@@ -224,9 +220,7 @@ def test_of_more_conversations_than_are_kept_the_longest_unused_goes() -> None:
 def test_what_asks_for_every_position_reads_every_position(everything: dict[str, object]) -> None:
     request = replace(turn(prompt_of(10)), **everything)
     kept = KeptPrefix(RequestId(0), 5, LAYER)
-    made = plan_request(
-        RequestId(1), request, ranks=2, vocab=VOCAB, context_tokens=CONTEXT, costs=None, limits=LIMITS, kept=kept
-    )
+    made = plan_request(RequestId(1), request, GroupState(2, VOCAB, CONTEXT, None, LIMITS), kept)
     assert made.kept is None
 
 
@@ -244,9 +238,11 @@ def test_the_policy_reads_a_short_rest_where_it_lies_and_takes_a_long_one_back()
     def journey(prompt: int, kept: int) -> tuple[int, Layout, Layout]:
         request = replace(turn(prompt_of(prompt), 64), chunk_rule=Auto())
         made = plan_request(
-            RequestId(1), request, ranks=2, vocab=VOCAB, context_tokens=1000, costs=SLOW_TENSOR, limits=LIMITS,
-            kept=KeptPrefix(RequestId(0), kept, TENSOR),
-        )  # fmt: skip
+            RequestId(1),
+            request,
+            GroupState(2, VOCAB, 1000, SLOW_TENSOR, LIMITS),
+            KeptPrefix(RequestId(0), kept, TENSOR),
+        )
         return made.cached_tokens, made.prefill, made.decode
 
     assert journey(302, 300) == (300, TENSOR, TENSOR)

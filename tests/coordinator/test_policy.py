@@ -6,6 +6,7 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Auto, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.forecast import Task
 from gearshift.coordinator.policy import Choice, choose
 from gearshift.proto.ids import Layout
 
@@ -23,12 +24,12 @@ COSTS = Costs(
 def pick(
     costs: Costs | None,
     prompt: int = 2000,
-    output: int | None = 100,
+    output: int = 100,
     prefill: Layout | None = None,
     decode: Layout | None = None,
     ranks: int = 2,
 ) -> Choice:
-    return choose(prompt, output, costs, prefill, decode, ranks=ranks, rule=Auto(), limits=LIMITS)
+    return choose(Task(prompt, output - 1), costs, prefill, decode, ranks=ranks, rule=Auto(), limits=LIMITS)
 
 
 def test_the_fastest_journey_is_taken_and_all_times_are_named() -> None:

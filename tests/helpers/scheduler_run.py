@@ -10,7 +10,7 @@ from gearshift.coordinator.generation import (
     RequestPlan,
     TokenEvent,
 )
-from gearshift.coordinator.planning import plan_request
+from gearshift.coordinator.planning import GroupState, plan_request
 from gearshift.coordinator.scheduler import Ended, Scheduler, SchedulerEvent, SchedulerSettings
 from gearshift.coordinator.session import Session
 from gearshift.coordinator.slots import SlotPool, slots_needed
@@ -92,11 +92,7 @@ def plan(request_id: int, request: GenerationRequest, ranks: int) -> RequestPlan
     return plan_request(
         RequestId(request_id),
         replace(request, sampling=GREEDY),
-        ranks=ranks,
-        vocab=VOCAB,
-        context_tokens=CONTEXT,
-        costs=None,
-        limits=Limits(8, 16, 128),
+        GroupState(ranks, VOCAB, CONTEXT, costs=None, limits=Limits(8, 16, 128)),
     )
 
 
