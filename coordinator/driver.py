@@ -27,6 +27,7 @@ from ..proto.reports import (
     Report,
     SampledToken,
     ShiftCommitted,
+    ShiftDamaged,
     ShiftPrepared,
     TickFinished,
     WorkerFailed,
@@ -305,6 +306,8 @@ class Driver:
                 self._scheduler.shift_prepared(report)
             case ShiftCommitted():
                 self._scheduler.shift_committed(report)
+            case ShiftDamaged():
+                self._scheduler.shift_damaged(report)
             case KvHashed():
                 self._scheduler.kv_hashed(report)
             case LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():

@@ -39,6 +39,7 @@ def build_result(session: Session, times: RequestTimes) -> GenerationResult:
         warning=session.warning,
         error=session.error,
         moved_back=moved_back,
+        shift_failure=session.shift_failure,
     )
 
 
@@ -73,6 +74,7 @@ def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
         kv_bytes=sum(report.kv_bytes for report in reports),
         weight_bytes=sum(report.weight_bytes for report in reports),
         hashes_equal=session.hashes_equal,
+        moved_again=session.moved_again,
     )
 
 

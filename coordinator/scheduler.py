@@ -16,12 +16,14 @@ from ..proto.errors import DoesNotFitError, ProtocolError
 from ..proto.generation_result import FinishReason
 from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
-from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
+from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from .admission import Admission
 from .forecast import Running
 from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
 from .kept import KeptSequence, KeptSequences
-from .session import HashQuery, Phase, Session
+from .rank_answers import HashQuery
+from .session import Phase, Session
+from .shift_counts import ShiftCounts
 from .slots import SlotPool
 
 
@@ -84,6 +86,7 @@ class Scheduler:
         self._ticks: dict[int, TickRecord] = {}
         self._sequence = 0
         self._commands: list[AnyCommand] = []  # to be sent before the next tick
+        self.shift_counts = ShiftCounts()
         self._events: list[SchedulerEvent] = []
 
     # From outside
@@ -174,7 +177,7 @@ class Scheduler:
             del self._ticks[report.sequence]
             for session in record.freed:
                 del self._closing[session.plan.request_id]
-                self._events.append(Ended(session))
+                self._end(session)
 
     def shift_prepared(self, report: ShiftPrepared) -> None:
         session = self._known(report.request)
@@ -182,7 +185,20 @@ class Scheduler:
             self._abandon(session)
 
     def shift_committed(self, report: ShiftCommitted) -> None:
-        self._known(report.request).shift_reports.append(report)
+        session = self._known(report.request)
+        if (query := session.commit_answered(report)) is not None:
+            self._commands += session.committed(query)
+            if session.target is not query.table:
+                self._slots.release_moving(query.table, query.layout)
+            self.shift_counts.committed += 1
+
+    def shift_damaged(self, report: ShiftDamaged) -> None:
+        session = self._known(report.request)
+        if (query := session.commit_answered(report)) is None:
+            return
+        self.shift_counts.damaged += 1
+        if not session.damaged(query):
+            self._abandon(session)
 
     def kv_hashed(self, report: KvHashed) -> None:
         self._known(report.request).kv_hashed(report)
@@ -257,7 +273,7 @@ class Scheduler:
         except DoesNotFitError as error:
             session.error = str(error)
             session.end(FinishReason.ERROR)
-            self._events.append(Ended(session))
+            self._end(session)
             return []
         if grant is None:
             return None
@@ -265,6 +281,10 @@ class Scheduler:
         self._open[request] = session
         self._events.append(Started(request))
         return session.open(grant.table, grant.target)
+
+    def _end(self, session: Session) -> None:
+        self.shift_counts.count_failure(session.shift_failure)
+        self._events.append(Ended(session))
 
     def _drop_ended_from_queue(self) -> None:
         ended = [session for session in self._waiting if session.phase is Phase.ENDED]
@@ -330,7 +350,7 @@ class Scheduler:
         return [
             session
             for request, session in self._open.items()
-            if session.phase is Phase.ENDED and request not in in_pipeline
+            if session.phase is Phase.ENDED and request not in in_pipeline and not session.is_committing
         ]
 
     def _close(self, session: Session) -> None:
@@ -358,11 +378,8 @@ class Scheduler:
     def _commit_shifts(self) -> list[AnyCommand]:
         commands: list[AnyCommand] = []
         for session in self._open.values():
-            if session.can_commit and session.table is not None:
-                left, layout = session.table, session.layout
+            if session.can_commit:
                 commands += session.commit()
-                if session.target is not left:
-                    self._slots.release_moving(left, layout)
         return commands
 
 

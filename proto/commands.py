@@ -158,14 +158,18 @@ class PrepareShift(Command, frozen=True):
 
 
 class CommitShift(Command, frozen=True):
-    """All ranks accepted and all moves are in earlier ticks: from here on the request runs in `to`."""
+    """All ranks accepted and all moves are in earlier ticks: from here on the request runs in `to`.
+
+    Unless bytes arrived changed on some rank, which the ranks tell each other here: `ShiftCommitted` or `ShiftDamaged`,
+    the same from all.
+    """
 
     request: RequestId
     to: Layout
 
 
 class AbandonShift(Command, frozen=True):
-    """A rank declined: forget the target table; the request stays where it is."""
+    """A rank declined, or bytes arrived changed twice: forget the target table; the request stays where it is."""
 
     request: RequestId
 

@@ -46,6 +46,22 @@ class ShiftResult(Struct, frozen=True):
     kv_bytes: int
     weight_bytes: int
     hashes_equal: bool | None = None
+    moved_again: int = 0  # times that blocks which had arrived damaged were sent once more
+
+
+class ShiftFailureKind(StrEnum):
+    DECLINED = "declined"  # by a rank, before anything moved
+    DAMAGED = "damaged"  # bytes arrived changed, and changed again when they were sent once more
+    NO_ROOM = "no room"  # for keys and values in both layouts
+
+
+class ShiftFailure(Struct, frozen=True):
+    """A shift that was planned and not made: the request went on in `source`."""
+
+    kind: ShiftFailureKind
+    source: Layout
+    to: Layout
+    reason: str
 
 
 class DecodeResult(Struct, frozen=True):
@@ -82,3 +98,4 @@ class GenerationResult(Struct, frozen=True):
     error: str | None = None
     policy: tuple[JourneyForecast, ...] = ()  # what was compared; none where nothing was to be chosen
     moved_back: ShiftResult | None = None  # kept keys and values, before the rest of the prompt was read
+    shift_failure: ShiftFailure | None = None

@@ -158,6 +158,27 @@ class ShiftCommitted(Report, frozen=True):
     weight_bytes: int
 
 
+class DamagedMove(Struct, frozen=True):
+    """Blocks [first_block, end_block) of bundle (stage, part) that arrived changed."""
+
+    stage: int
+    part: int
+    first_block: int
+    end_block: int
+
+
+class ShiftDamaged(Report, frozen=True):
+    """Answers `CommitShift` where bytes arrived changed on some rank: every rank stays in the layout it was in.
+
+    Decode steps of the request that the log holds before the next `CommitShift` or `AbandonShift` are left out, on
+    all ranks alike. `moves` are those that this rank received.
+    """
+
+    request: RequestId
+    to: Layout
+    moves: tuple[DamagedMove, ...]
+
+
 class KvHashed(Report, frozen=True):
     """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
 
@@ -188,5 +209,5 @@ class WorkerFailed(Report, frozen=True):
 
 AnyReport: TypeAlias = (
     Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead | ShiftPrepared
-    | ShiftCommitted | KvHashed | MemoryReported | WorkerFailed
+    | ShiftCommitted | ShiftDamaged | KvHashed | MemoryReported | WorkerFailed
 )

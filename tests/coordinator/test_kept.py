@@ -178,6 +178,19 @@ def test_a_declined_way_back_is_read_where_the_prefix_lies(decode: Layout) -> No
     assert_nothing_is_lost(run)
 
 
+@pytest.mark.parametrize("decode", list(Layout))
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_way_back_that_arrives_damaged_is_made_once_more_or_given_up(decode: Layout, times: int) -> None:
+    run = new_run(2, damaging={1: times})
+    ask(run, 0, turn(prompt_of(100), 5, LAYER, TENSOR))
+    assert ask(run, 1, turn(prompt_of(180), 5, LAYER, decode)) == 100
+    session = run.sessions()[1]
+    assert session.layout is (decode if times == 1 else TENSOR)
+    assert session.moved_again == 1
+    assert (session.shift_failure is not None) == (times == 2)
+    assert_nothing_is_lost(run)
+
+
 def test_others_get_the_slots_of_what_is_kept() -> None:
     run = new_run(2, requests_of_context=1)
     ask(run, 0, turn(prompt_of(200), 5, LAYER, TENSOR))
