@@ -22,6 +22,7 @@ from ..proto.reports import (
     Hello,
     KvHashed,
     LoadProgress,
+    MemoryProbed,
     MemoryReported,
     ModelLoaded,
     Report,
@@ -310,7 +311,7 @@ class Driver:
                 self._scheduler.shift_damaged(report)
             case KvHashed():
                 self._scheduler.kv_hashed(report)
-            case LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():
+            case MemoryProbed() | LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():
                 self._answers.append(report)
             case Hello() | Heartbeat() | WorkerFailed():
                 raise ProtocolError(f"the group handed on a {type(report).__name__} of rank {report.rank}")

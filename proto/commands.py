@@ -43,6 +43,11 @@ class OpenLinks(Command, frozen=True):
 
     group: str
     hosts: tuple[str, ...]
+    start: int = 0  # how many groups this coordinator has had before
+
+
+class ProbeMemory(Command, frozen=True):
+    """How much memory this rank's device has left now. Before a model is loaded; answered by `MemoryProbed`."""
 
 
 class LoadModel(Command, frozen=True):
@@ -190,6 +195,6 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | ReadClock
+    Welcome | Refuse | Redirect | OpenLinks | ProbeMemory | LoadModel | MeasureCosts | OpenRequest | RunTick | ReadClock
     | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
 )

@@ -29,12 +29,25 @@ class Hello(Report, frozen=True):
     option_digest: str = ""  # of the options that must be the same on all ranks
     version: str = ""  # of the package
     host_identity: str = ""  # equal for ranks that share memory and a network; "" is taken as `host`
+    free_bytes: int = 0  # of the device's memory, before this process took any of a card's; 0: not known
+    display: bool = False  # the card drives a display
 
 
 class Heartbeat(Report, frozen=True):
     """Sent by its own thread every second; `sequence` is the last tick finished, -1 before the first."""
 
     sequence: int
+
+
+class MemoryProbed(Report, frozen=True):
+    """Bytes of the rank's device: a card's, or on the CPU of its host, which the ranks there share.
+
+    `free_bytes` now, with links open and no model loaded. `process_bytes`: what this process holds there already (on
+    the CPU its anonymous memory; on a card 0: `Hello.free_bytes` less `free_bytes` tells it).
+    """
+
+    free_bytes: int
+    process_bytes: int
 
 
 class LoadProgress(Report, frozen=True):
@@ -191,11 +204,18 @@ class KvHashed(Report, frozen=True):
 
 
 class MemoryReported(Report, frozen=True):
-    """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory."""
+    """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory.
+
+    `planned_bytes` are weights and KV, which is what is tracked. On a card also what its driver says is free now
+    (`torch.cuda.mem_get_info`; `Hello.free_bytes` less it is what this process holds there) and the most that torch's
+    allocator has reserved; 0 on the CPU.
+    """
 
     planned_bytes: int
     peak_bytes: int
     anonymous_bytes: int
+    device_free_bytes: int = 0
+    device_reserved_bytes: int = 0
 
 
 class WorkerFailed(Report, frozen=True):
@@ -208,6 +228,6 @@ class WorkerFailed(Report, frozen=True):
 
 
 AnyReport: TypeAlias = (
-    Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead | ShiftPrepared
-    | ShiftCommitted | ShiftDamaged | KvHashed | MemoryReported | WorkerFailed
+    Hello | Heartbeat | MemoryProbed | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead
+    | ShiftPrepared | ShiftCommitted | ShiftDamaged | KvHashed | MemoryReported | WorkerFailed
 )

@@ -56,6 +56,8 @@ class Device:
     name: str
     description: str
     torch_version: str
+    free_bytes: int = 0
+    display: bool = False
 
 
 FindDevice: TypeAlias = Callable[[str, WorkerPlace], Device]
@@ -163,6 +165,8 @@ def _hello(place: WorkerPlace, group: str, device: Device, host_name: str) -> He
         option_digest=_option_digest(device),
         version=__version__,
         host_identity=host_identity(host_name),
+        free_bytes=device.free_bytes,
+        display=device.display,
     )
 
 
@@ -208,15 +212,16 @@ def _find_device(wanted: str, place: WorkerPlace) -> Device:
     import torch  # late: see the module's docstring
 
     found = find_device(wanted, place.local_rank, place.local_world_size)
-    return Device(found.name, found.description, str(torch.__version__))
+    return Device(found.name, found.description, str(torch.__version__), found.free_bytes, found.display)
 
 
 def _run_loop(
     channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
 ) -> None:
-    from . import loop  # late: it imports torch
+    from . import faults, loop  # late: they import torch
 
-    loop.run(channel, rank, world_size, device_name, progress, model_path)
+    on_demand = faults.parse_faults(os.environ.get(faults.VARIABLE, ""))
+    loop.run(channel, rank, world_size, device_name, progress, model_path, on_demand)
 
 
 if __name__ == "__main__":

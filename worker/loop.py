@@ -20,6 +20,7 @@ from ..proto.commands import (
     OpenLinks,
     OpenRequest,
     PrepareShift,
+    ProbeMemory,
     ReadClock,
     Redirect,
     Refuse,
@@ -44,10 +45,11 @@ from ..proto.reports import (
 from .costs import faster_compute_type, measure
 from .device_check import check_device
 from .engine import Engine, TickOutput, finished_chunk
+from .faults import Fault, FaultHooks
 from .heartbeat import Progress
 from .kv import KvStore
 from .links.open import Links, open_links
-from .memory import MemoryLedger, anonymous_bytes
+from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, probe
 from .model.decoder import Decoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
@@ -63,7 +65,13 @@ DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
 
 
 def run(
-    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
+    channel: WorkerChannel,
+    rank: int,
+    world_size: int,
+    device_name: str,
+    progress: Progress,
+    model_path: str,
+    faults: tuple[Fault, ...] = (),
 ) -> None:
     """Serve commands until `Shutdown`. `model_path` is where the model lies here; "": where the coordinator has it."""
     if (meeting := _await_links(channel)) is None:
@@ -72,6 +80,7 @@ def run(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
     local = len(set(meeting.hosts)) == 1
+    hooks = FaultHooks(faults, rank, meeting.start)
     opening = open_links(rank, world_size, device, meeting.group, local=local, coordinator=channel.address)
     with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
@@ -86,11 +95,13 @@ def run(
                     if model is not None:
                         model.close()
                     here = replace(command, spec=files_here(command.spec, model_path))
-                    model = load_model(here, Rank(rank), links, device, channel)
+                    model = load_model(here, Rank(rank), links, device, channel, hooks)
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
                 case ReadClock():
                     channel.send(ClockRead(Rank(rank), time.monotonic()))
+                case ProbeMemory():
+                    channel.send(probe(Rank(rank), device))
                 case _ if model is None:
                     raise ProtocolError(f"{type(command).__name__} came before LoadModel")
                 case _:
@@ -128,6 +139,7 @@ class LoadedModel:
     shifter: Shifter
     requests: OpenRequests
     sampler: Sampler | None
+    faults: FaultHooks
     ledger: MemoryLedger
     planned_bytes: int
     device: torch.device
@@ -160,7 +172,10 @@ class LoadedModel:
             case HashKv():
                 return self.shifter.hash_kv(command)
             case ReportMemory():
-                return MemoryReported(self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes())
+                return MemoryReported(
+                    self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes(),
+                    device_free_bytes(self.device), device_reserved_bytes(self.device),
+                )  # fmt: skip
             case MeasureCosts():
                 spec, placement = self.load.spec, self.load.placement
                 return measure(command, spec, placement, self.rank, self.decoder, self.kv, self.device)
@@ -168,6 +183,7 @@ class LoadedModel:
                 assert_never(command)
 
     def _run_tick(self, tick: RunTick) -> TickFinished:
+        self.faults.tick_begins(tick.sequence)
         output = TickOutput(spans=[] if tick.spans else None)
         started = time.monotonic()
         moves = self.shifter.start_moves(tick.moves)
@@ -217,7 +233,7 @@ def _note_moves(
 
 
 def load_model(
-    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel
+    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel, faults: FaultHooks
 ) -> LoadedModel:
     """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
     started = time.monotonic()
@@ -228,7 +244,7 @@ def load_model(
     dtype = DTYPES[compute_type]
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()
-    weight_bytes = memory.weight_bytes(spec, placement, rank, dtype.itemsize)
+    weight_bytes = memory.held_bytes(spec, placement, rank, memory.holding_on(device.type, compute_type))
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
@@ -261,7 +277,8 @@ def load_model(
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
         engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
-        shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
+        shifter=Shifter(placement, rank, kv, links, requests, faults), requests=requests, sampler=sampler,
+        faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
     )
 

@@ -119,7 +119,7 @@ def _pass_bytes(
 def _gpu_attention_bytes(
     facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase, hidden: int
 ) -> int:
-    """Projections, queries and results in bf16 of all parts; keys and values gathered, those of several parts joined."""
+    """Projections, queries and results in bf16 of all parts; keys and values gathered, those of more parts joined."""
     query = sum(len(part.query) for part in parts)
     kv = sum(len(part.kv) for part in parts)
     projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * 2
