@@ -7,13 +7,6 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.ids import Layout
-
-# (cached tokens L, chunk tokens x): three points for the three unknowns. Few and short: they are timed on every start.
-CPU_POINTS = ((0, 64), (0, 256), (512, 64))
-CUDA_POINTS = ((0, 512), (0, 2048), (8192, 512))
-DECODE_DEPTH = 256  # cached tokens of the decode step that is timed
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
@@ -120,6 +113,7 @@ class Costs:
     link: LinkCost | None = None  # between ranks, the slowest pair
     host_link: LinkCost | None = None  # from host memory to a device, the slowest
     layer_seconds: LayerSeconds | None = None
+    all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
 
 
 def fit(points: Sequence[tuple[int, int, float]]) -> ChunkCost:
@@ -151,43 +145,3 @@ def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64
                 best, best_error = np.zeros(rows.shape[1]), error
                 best[columns] = solved
     return best
-
-
-def measuring_points(device: str, layout: Layout, context_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Points (L, x) worth timing at start within the context; the last is a decode step (x = 1)."""
-    points: tuple[tuple[int, int], ...] = CPU_POINTS if device == "cpu" else CUDA_POINTS
-    if any(cached + tokens > context_tokens for cached, tokens in points):
-        half, quarter = max(2, context_tokens // 2), max(2, context_tokens // 4)
-        points = ((0, quarter), (0, half), (half, quarter))
-    if layout is Layout.TENSOR:
-        points = points[:2]  # attention costs little beside the collectives, and each point takes all ranks
-    return (*points, (min(DECODE_DEPTH, context_tokens - 1), 1))
-
-
-def costs_from_measurements(
-    layer_points: Sequence[tuple[int, int]],
-    layer_seconds: Sequence[Sequence[float]],
-    tensor_points: Sequence[tuple[int, int]] = (),
-    tensor_seconds: Sequence[Sequence[float]] = (),
-    shift_seconds_per_token: float = 0.0,
-) -> Costs:
-    """Costs from what each rank measured: `seconds[rank][point]`. In the tensor layout the slowest rank counts."""
-    slowest = [max(column) for column in zip(*tensor_seconds, strict=True)] if tensor_seconds else []
-    return Costs(
-        stages=tuple(_chunk_cost(layer_points, seconds) for seconds in layer_seconds),
-        tensor_prefill=_chunk_cost(tensor_points, slowest) if slowest else None,
-        decode_layer=_step_cost(layer_points, [sum(column) for column in zip(*layer_seconds, strict=True)]),
-        decode_tensor=_step_cost(tensor_points, slowest),
-        to_tensor=ShiftCost(0.0, shift_seconds_per_token),
-        to_layer=ShiftCost(0.0, shift_seconds_per_token),
-    )
-
-
-def _chunk_cost(points: Sequence[tuple[int, int]], seconds: Sequence[float]) -> ChunkCost:
-    rows = [(cached, tokens, value) for (cached, tokens), value in zip(points, seconds, strict=True)]
-    return fit([row for row in rows if row[1] > 1] or rows)
-
-
-def _step_cost(points: Sequence[tuple[int, int]], seconds: Sequence[float]) -> StepCost | None:
-    steps = [value for (_, tokens), value in zip(points, seconds, strict=True) if tokens == 1]
-    return StepCost(((1, steps[0]),)) if steps else None

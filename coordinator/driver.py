@@ -7,11 +7,11 @@ from typing import TypeVar, assert_never
 
 from msgspec.structs import replace
 
-from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, RunTick, Shutdown
+from ..proto.commands import LoadModel, ReportMemory, RunTick, Shutdown
 from ..proto.errors import InputError, ProtocolError, WorkerLostError
 from ..proto.generation_result import FinishReason
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
-from ..proto.kv import KvFormat, block_count, row_bytes
+from ..proto.kv import KvFormat, block_count
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from ..proto.reports import (
@@ -37,7 +37,8 @@ from .answer_length import AnswerLengths
 from .chunk_plan import Limits
 from .clock_offsets import clock_offsets
 from .cluster import Group
-from .cost_model import Costs, costs_from_measurements, measuring_points
+from .cost_measuring import Measurement, MeasuringPlan, joined, measuring_plan, shift_bytes_a_token
+from .cost_model import Costs
 from .generation import (
     Event,
     FinishedEvent,
@@ -55,7 +56,6 @@ from .slots import SlotPool, slots_needed, zero_bundles
 from .trace import Trace
 
 POLL_SECONDS = 0.25
-LINK_BYTES_PER_SECOND = {"cpu": 1e9, "cuda": 5e9}  # a careful guess, until a shift has been timed
 
 R = TypeVar("R", bound=Report)
 
@@ -165,23 +165,32 @@ class Driver:
             kv_bytes=tuple(report.kv_bytes for report in loaded),
         )
 
-    def measure_costs(self) -> Costs:
-        """Time chunks and steps on all ranks, in each layout that may be chosen. With no request open.
+    def measuring_plan(self, thorough: bool = False) -> MeasuringPlan:
+        """What `measure_costs` would time on this group; `thorough`: with points that show how well the costs fit."""
+        chosen = self._settings
+        return measuring_plan(
+            chosen.device, self._group.ranks, chosen.context_tokens, chosen.max_chunk_tokens, chosen.max_open, thorough
+        )
 
-        It writes over any slots: what was kept is forgotten.
+    def measure_costs(
+        self, plan: MeasuringPlan | None = None, on_part: Callable[[str], None] | None = None
+    ) -> Measurement:
+        """Time chunks, steps and links on all ranks, and plan with what they cost from now on. After `load`.
+
+        With no request open: it writes over any slots, and what was kept is forgotten. `on_part` is told what begins.
         """
         self._scheduler.forget()
-        measured: dict[Layout, tuple[tuple[tuple[int, int], ...], list[tuple[float, ...]]]] = {}
-        layouts = [Layout.LAYER] if self._group.ranks == 1 else list(Layout)
-        for layout in layouts:
-            points = measuring_points(self._settings.device, layout, self._settings.context_tokens)
-            self._group.broadcast(MeasureCosts(layout, points))
-            measured[layout] = points, [report.seconds for report in self._collect(CostsMeasured, "measure costs")]
-        tensor_points, tensor_seconds = measured.get(Layout.TENSOR, ((), []))
-        self._costs = costs_from_measurements(
-            *measured[Layout.LAYER], tensor_points, tensor_seconds, self._shift_seconds_per_token()
-        )
-        return self._costs
+        plan = plan or self.measuring_plan()
+        answers: list[tuple[CostsMeasured, ...]] = []
+        for words, command in plan.commands():
+            if on_part is not None:
+                on_part(words)
+            self._group.broadcast(command)
+            answers.append(self._collect(CostsMeasured, "measure costs"))
+        by_rank = tuple(joined(reports) for reports in zip(*answers, strict=True))
+        found = Measurement(plan, self._placement, by_rank, self._shift_bytes())
+        self._costs = found.costs
+        return found
 
     def memory(self) -> tuple[MemoryReported, ...]:
         """Each rank's memory now."""
@@ -367,18 +376,9 @@ class Driver:
                 raise WorkerLostError(f"asked to {doing}, {_ranks_text(absent)} did not answer for {waited:.0f} s")
         return tuple(found[Rank(rank)] for rank in range(self._group.ranks))
 
-    def _shift_seconds_per_token(self) -> float:
-        """KV bytes that each rank receives, (S-1)/S² of the whole, over the link's speed."""
-        if self._kv_format is None:
-            return 0.0
-        token_bytes = sum(
-            layer.kv_heads
-            * (row_bytes(self._kv_format.key, layer.key_width) + row_bytes(self._kv_format.value, layer.value_width))
-            for layer in self._spec.layers
-        )
-        ranks = self._group.ranks
-        speed = LINK_BYTES_PER_SECOND["cpu" if self._settings.device == "cpu" else "cuda"]
-        return token_bytes * (ranks - 1) / ranks**2 / speed
+    def _shift_bytes(self) -> int:
+        """Of one token's keys and values, 0 before `load`."""
+        return 0 if self._kv_format is None else shift_bytes_a_token(self._spec, self._placement, self._kv_format)
 
 
 def generate(

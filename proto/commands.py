@@ -63,14 +63,19 @@ class LoadModel(Command, frozen=True):
 
 
 class MeasureCosts(Command, frozen=True):
-    """Time layers of the model on made-up rows. Answered by `CostsMeasured` from every rank.
+    """Time the model's layers on made-up rows, and the links. Answered by `CostsMeasured` from every rank.
 
-    For each chunk length x (tokens) and cached depth L (tokens) the rank times its stage's layers, for `layout` as
-    asked; in the tensor layout all ranks run it together, collectives included.
+    Everything empty is left out. All ranks measure the same at the same time: `chunks` each for itself,
+    `tensor_chunks` (all layers under tensor parallelism) and `reduce_bytes` (all-reduces) together, `steps` both ways.
+    It writes over KV slots: with no request open.
     """
 
-    layout: Layout
-    points: tuple[tuple[int, int], ...]  # (cached tokens L, chunk tokens x)
+    chunks: tuple[tuple[int, int], ...] = ()  # (cached tokens L, chunk tokens x)
+    tensor_chunks: tuple[tuple[int, int], ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()  # (cached tokens of each request, requests)
+    reduce_bytes: tuple[int, ...] = ()
+    transfer_bytes: tuple[int, ...] = ()  # between neighbours, each way
+    host_copy_bytes: tuple[int, ...] = ()  # from host memory to the device; nothing on CPU
 
 
 class OpenRequest(Command, frozen=True):

@@ -67,11 +67,45 @@ class ModelLoaded(Report, frozen=True):
     kv_bytes: int
 
 
-class CostsMeasured(Report, frozen=True):
-    """Seconds of each point asked for, medians, in the order asked."""
+class KindSeconds(Struct, frozen=True):
+    """Seconds of one layer of a kind, in the order of the points asked for.
 
-    layout: Layout
-    seconds: tuple[float, ...]
+    `whole`: a chunk through one whole layer of this rank's stage, empty where that has none of this kind. `part`:
+    through the rank's own part, without collectives. `together`: under tensor parallelism with them. The same for steps.
+    """
+
+    layers: tuple[int, ...]  # all of the model's that are alike
+    whole: tuple[float, ...] = ()
+    part: tuple[float, ...] = ()
+    together: tuple[float, ...] = ()
+    whole_steps: tuple[float, ...] = ()
+    part_steps: tuple[float, ...] = ()
+    together_steps: tuple[float, ...] = ()
+
+
+class TransferSeconds(Struct, frozen=True):
+    """Bytes that went from one rank to another, as this end saw it."""
+
+    source: Rank
+    target: Rank
+    byte_count: int
+    seconds: float
+
+
+class CostsMeasured(Report, frozen=True):
+    """Medians. Step by step in the order of the steps asked for: `hops` makes a stage's result known to all, once a
+    stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
+    are whole steps as the device runs them by itself, empty where it does not.
+    """
+
+    kinds: tuple[KindSeconds, ...] = ()
+    hops: tuple[float, ...] = ()
+    tails: tuple[float, ...] = ()
+    heads: tuple[float, ...] = ()
+    device_steps: tuple[float, ...] = ()
+    reduces: tuple[float, ...] = ()
+    transfers: tuple[TransferSeconds, ...] = ()
+    host_copies: tuple[float, ...] = ()
 
 
 class SampledToken(Struct, frozen=True):

@@ -42,7 +42,7 @@ from ..proto.reports import (
     SpanKind,
     TickFinished,
 )
-from .costs import faster_compute_type, measure
+from .costs import CostMeter, faster_compute_type
 from .device_check import check_device
 from .engine import Engine, TickOutput, finished_chunk
 from .faults import Fault, FaultHooks
@@ -143,6 +143,7 @@ class LoadedModel:
     ledger: MemoryLedger
     planned_bytes: int
     device: torch.device
+    costs: CostMeter
 
     def close(self) -> None:
         """Unmap the files; another model may follow."""
@@ -177,8 +178,7 @@ class LoadedModel:
                     device_free_bytes(self.device), device_reserved_bytes(self.device),
                 )  # fmt: skip
             case MeasureCosts():
-                spec, placement = self.load.spec, self.load.placement
-                return measure(command, spec, placement, self.rank, self.decoder, self.kv, self.device)
+                return self.costs.measure(command)
             case _:
                 assert_never(command)
 
@@ -280,6 +280,7 @@ def load_model(
         shifter=Shifter(placement, rank, kv, links, requests, faults), requests=requests, sampler=sampler,
         faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
+        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps),
     )
 
 

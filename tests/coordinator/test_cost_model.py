@@ -9,11 +9,8 @@ from gearshift.coordinator.cost_model import (
     LinkCost,
     ShiftCost,
     StepCost,
-    costs_from_measurements,
     fit,
-    measuring_points,
 )
-from gearshift.proto.ids import Layout
 
 POINTS = [(0, 64), (0, 256), (512, 64), (1024, 128), (0, 512)]
 
@@ -43,33 +40,6 @@ def test_the_sum_over_chunks_does_not_depend_on_the_cuts() -> None:
     cost = ChunkCost(1.0, 2.0, 0.5)
     one = cost.variable_seconds(10, 100)
     assert one == pytest.approx(cost.variable_seconds(10, 30) + cost.variable_seconds(40, 70))
-
-
-@pytest.mark.parametrize("context", [8, 16, 64, 255, 575, 576, 4096])
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_measuring_points_stay_within_the_context_and_end_with_a_decode_step(
-    device: str, layout: Layout, context: int
-) -> None:
-    *chunks, step = measuring_points(device, layout, context)
-    assert all(cached + tokens <= context for cached, tokens in [*chunks, step])
-    assert step[1] == 1
-    assert len(set(chunks)) == (3 if layout is Layout.LAYER else 2)
-    assert all(tokens > 1 for _, tokens in chunks)
-
-
-def test_costs_take_each_stage_alone_and_the_slowest_rank_under_tensor() -> None:
-    points = measuring_points("cpu", Layout.LAYER, 4096)
-    tensor_points = measuring_points("cpu", Layout.TENSOR, 4096)
-    layer = [[1.0, 4.0, 1.5, 0.25], [2.0, 8.0, 3.0, 0.5]]
-    costs = costs_from_measurements(points, layer, tensor_points, [[1.0, 2.0, 0.1], [1.5, 1.9, 0.3]], 1e-6)
-    assert costs.decode_layer == StepCost(((1, 0.75),))
-    assert costs.decode_tensor == StepCost(((1, 0.3),))
-    assert costs.stages[1].seconds(0, 256) == pytest.approx(2 * costs.stages[0].seconds(0, 256))
-    assert costs.tensor_prefill is not None
-    assert costs.tensor_prefill.seconds(0, 64) == pytest.approx(1.5)
-    assert costs.tensor_prefill.seconds(0, 256) == pytest.approx(2.0)
-    assert costs_from_measurements(points, layer).tensor_prefill is None
 
 
 def test_a_step_is_linear_between_the_batches_measured_and_beyond_them() -> None:

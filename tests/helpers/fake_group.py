@@ -35,7 +35,6 @@ from gearshift.proto.kv import BLOCK_TOKENS, BundleTable, KvFormat
 from gearshift.proto.reports import (
     AnyReport,
     ClockRead,
-    CostsMeasured,
     DamagedMove,
     KvHashed,
     LoadProgress,
@@ -50,6 +49,7 @@ from gearshift.proto.reports import (
     TickFinished,
 )
 from gearshift.tests.helpers.fake_model import logits_row, logprob, next_token
+from gearshift.tests.helpers.measured import measured_costs
 
 Bundle = tuple[int, int]
 
@@ -84,6 +84,7 @@ class FakeGroup:
         slots: tuple[int, ...],
         *,
         vocab: int = 97,
+        layers: int = 4,
         random: Random | None = None,
         empty: frozenset[Bundle] = frozenset(),
         declining: frozenset[int] = frozenset(),
@@ -92,7 +93,7 @@ class FakeGroup:
         failing_after: int | None = None,
     ) -> None:
         self.ranks = ranks
-        self.vocab = vocab
+        self.vocab, self.layers = vocab, layers
         self.log: list[AnyCommand] = []
         self.ticks: list[RunTick] = []
         self.most_outstanding = 0
@@ -138,8 +139,7 @@ class FakeGroup:
                     self._report(ModelLoaded(rank, 0.5, ComputeType.F32, kv_format, 100 + rank, 10))
             case MeasureCosts():
                 for rank in self._all():
-                    times = tuple(1e-3 + 1e-5 * x + 1e-9 * x * (2 * cached + x) for cached, x in command.points)
-                    self._report(CostsMeasured(rank, command.layout, times))
+                    self._report(measured_costs(rank, self.ranks, self.layers, command))
             case ReportMemory():
                 for rank in self._all():
                     self._report(MemoryReported(rank, 1000, 900 + rank, 1100))

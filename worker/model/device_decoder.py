@@ -38,10 +38,6 @@ class DeviceDecoder(Decoder):
             part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
         )
 
-    @property
-    def weights(self) -> Weights:
-        return self._weights
-
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
         ids = torch.tensor(tokens, dtype=torch.int32).to(self._device, non_blocking=True)
