@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.commands import Batch, BatchEntry, Chunk
@@ -117,7 +118,12 @@ class Engine:
         output.note(SpanKind.HEAD, started, time.monotonic(), chunk.request, len(chunk.tokens), layout)
 
     def decode(self, batch: Batch, output: TickOutput) -> None:
-        """The batch's decode steps, one after another."""
+        """The batch's decode steps, one after another; void requests are left out, on all ranks alike."""
+        if any(self._requests[entry.request].void for entry in batch.entries):
+            entries = tuple(entry for entry in batch.entries if not self._requests[entry.request].void)
+            if not entries:
+                return
+            batch = replace(batch, entries=entries)
         started = time.monotonic()
         states = [self._requests[entry.request] for entry in batch.entries]
         only = batch.entries[0].request if len(batch.entries) == 1 else None
