@@ -66,10 +66,18 @@ class Trace:
     """Hands events to `write`, each as soon as it is over; a request's phases when they end."""
 
     def __init__(self, write: Callable[[TraceEvent], None]) -> None:
-        self._write = write
+        self._writers = [write]
         self._offsets: tuple[ClockOffset, ...] = ()
         self._open: dict[RequestId, _OpenRequest] = {}
         self._lanes = 0  # named so far
+
+    def also(self, write: Callable[[TraceEvent], None]) -> None:
+        """Hand events to this one too, from now on."""
+        self._writers.append(write)
+
+    def _write(self, event: TraceEvent) -> None:
+        for write in self._writers:
+            write(event)
 
     def begin(self, offsets: Sequence[ClockOffset], hellos: Sequence[Hello] = ()) -> None:
         """Name all tracks; `offsets` by rank."""

@@ -9,7 +9,19 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import chat, config, coordinator, doctor, inspect, keys, logits, perplexity, run, tokenize
+from .commands import (
+    bench,
+    chat,
+    config,
+    coordinator,
+    doctor,
+    inspect,
+    keys,
+    logits,
+    perplexity,
+    run,
+    tokenize,
+)
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -27,6 +39,7 @@ app = typer.Typer(
 )
 app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)

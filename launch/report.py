@@ -115,7 +115,7 @@ def phase_table(result: GenerationResult) -> "Table":
     table.add_column("seconds", justify="right")
     table.add_column("tok/s", justify="right")
     prefill, shift, decode = result.prefill, result.shift, result.decode
-    work = f"{result.prompt_tokens} tokens in {_chunks(prefill.chunks)}"
+    work = f"{result.prompt_tokens} tokens in {chunks_text(prefill.chunks)}"
     table.add_row(
         "prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second)
     )
@@ -154,7 +154,7 @@ def memory_table(placement: Staged, memory: Sequence[MemoryReported], result: Ge
     return table
 
 
-def _chunks(chunks: Sequence[int]) -> str:
+def chunks_text(chunks: Sequence[int]) -> str:
     """`8 chunks: 64 x 7, 19`; runs of one length are told once."""
     runs: list[list[int]] = []
     for chunk in chunks:

@@ -12,6 +12,7 @@ from ..coordinator.driver import Driver, DriverSettings, LoadResult
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
+from ..coordinator.trace import Trace
 from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout
 from ..proto.kv import KvFormat, row_bytes
@@ -48,6 +49,7 @@ class Session:
     start_seconds: float  # until every worker had joined
     loaded: LoadResult
     cluster: Cluster
+    trace: Trace | None = None  # where one is written
 
 
 def open_model(model: str) -> Opened:
@@ -131,7 +133,7 @@ def open_session(
             driver.measure_costs()
         if trace is not None:
             driver.follow(trace, cluster.hellos)
-        yield Session(driver, placement, start_seconds, loaded, cluster)
+        yield Session(driver, placement, start_seconds, loaded, cluster, trace)
 
 
 def _told_devices(devices: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import IO, assert_never
+from typing import IO, BinaryIO, assert_never, cast
 
 from ..coordinator.trace import ProcessNamed, Stretch, Trace, TraceEvent, TrackNamed
 from ..proto.errors import InputError
@@ -31,7 +31,9 @@ def trace_file(path: str | None) -> Iterator[Trace | None]:
     except OSError as error:
         raise InputError(f"--trace: cannot write {path}: {error.strerror or error}") from None
     with raw:
-        packed: IO[bytes] = gzip.GzipFile(filename="", mode="wb", fileobj=raw) if path.endswith(".gz") else raw
+        packed: BinaryIO = raw
+        if path.endswith(".gz"):
+            packed = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw))
         with packed, io.TextIOWrapper(packed, encoding="utf-8") as text:
             writer = TraceWriter(text)
             trace = Trace(writer.write)
