@@ -109,12 +109,11 @@ class Cluster:
         """The last tick this rank's heartbeat called finished; -1 before the first."""
         return self._progress.get(rank, -1)
 
-    def join(self, meanwhile: Callable[[], None] | None = None, beside: Sequence[Pollable] = ()) -> None:
+    def join(self) -> None:
         """Wait until every rank has said a good `Hello`, then let them meet each other.
 
         Raises `WorkerLostError` naming the absent ranks, and those that were refused. Where the ranks were started
-        together (there is a watch), one that lags far behind the first does not come. `meanwhile` is called again and
-        again, at once when `beside` has something.
+        together (there is a watch), one that lags far behind the first does not come.
         """
         started = self._clock()
         patience = self._join_timeout_seconds
@@ -123,12 +122,7 @@ class Cluster:
             waited = self._clock() - started
             if waited >= patience:
                 raise self._fail(WorkerLostError(self._absence(patience)))
-            if meanwhile is None:
-                self._next(min(_SLICE_SECONDS, patience - waited))
-            else:
-                self.wait(min(_SLICE_SECONDS, patience - waited), beside)
-                meanwhile()
-                self._next(0.0)
+            self._next(min(_SLICE_SECONDS, patience - waited))
             if self._hellos and not first_came and self._watch is not None:
                 first_came = True
                 took = self._clock() - started

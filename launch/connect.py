@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _FIELD_OF_SETTING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window"}
 
 
+STILL_LOADING = " (it is still being loaded: the answer comes after that)"
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
     """What was asked for; sampling and layouts apart, for they may come from the user's settings."""
@@ -55,7 +58,7 @@ def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:
         raise InputError("--system and --template-option belong to --chat")
     options = _options(run, current_settings(flags))
     with Client(run.address, key_file=run.key_file) as client:
-        note(f"connected to {run.address}: {client.model}")
+        note(f"connected to {run.address}: {client.model}" + (STILL_LOADING if client.was_loading else ""))
         _answer(client, run, options)
 
 

@@ -26,9 +26,11 @@ from .client_messages import (
     Failed,
     Finished,
     GroupEnded,
+    GroupState,
     LayoutSet,
     LayoutStatus,
     Planned,
+    Queued,
     Refused,
     SetLayout,
     StatusReported,
@@ -60,6 +62,7 @@ class Client:
         self._wire = ClientWire(address, keys, timeout_seconds)
         self.model = self._wire.greeted.model
         self.context_tokens = self._wire.greeted.context_tokens
+        self.was_loading = self._wire.greeted.state is GroupState.LOADING  # the model, when this client connected
 
     def generate(
         self,
@@ -71,6 +74,8 @@ class Client:
     ) -> "Answer":
         """Ask for an answer; returns once the request is accepted, or raises why it is not.
 
+        While the model still loads the request is kept by the coordinator, and this waits. `BusyError`: too many wait.
+
         Give one of `text`, `messages` (by the model's chat template) and `ids`. `options` are the fields of
         `Generate` and `Sampling` in client_messages.py: max_tokens, temperature, top_k, seed, stop, prefill, ...
         """
@@ -78,14 +83,17 @@ class Client:
         call = self._wire.call(
             lambda number: build_generate(number, text, messages, ids, options), news.put
         )
-        return Answer(self, _expect(news.get(), Accepted), news, call)
+        while isinstance(reply := _reply(news.get()), Queued):
+            continue  # the model still loads
+        return Answer(self, _expect(reply, Accepted), news, call)
 
     def cancel(self, request: int) -> None:
         """End one of this client's requests; its answer finishes as cancelled. `StaleError` when it is over."""
         self._ask(lambda call: Cancel(call, RequestId(request)))
 
     def status(self) -> StatusReported:
-        """Ranks, queue, memory and layouts. Still answered, as "failed", shortly after a worker was lost."""
+        """Ranks, queue, memory and layouts. Answered, as "loading", while the model loads, and for a moment as "failed"
+        after a worker was lost."""
         return _expect(self._ask(AskStatus), StatusReported)
 
     def plan(
@@ -226,7 +234,9 @@ class AsyncClient:
         self._wire.call(
             lambda number: build_generate(number, text, messages, ids, options), put
         )
-        return AsyncAnswer(self, _expect(await news.get(), Accepted), news)
+        while isinstance(reply := _reply(await news.get()), Queued):
+            continue
+        return AsyncAnswer(self, _expect(reply, Accepted), news)
 
     async def cancel(self, request: int) -> None:
         """As `Client.cancel`."""

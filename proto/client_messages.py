@@ -31,6 +31,12 @@ class RefusalKind(StrEnum):
     GROUP_ENDED = "group_ended"  # a worker was lost: no request can be served any more
 
 
+class GroupState(StrEnum):
+    LOADING = "loading"  # requests for text are kept, plans and switches refused
+    SERVING = "serving"
+    FAILED = "failed"
+
+
 # Parts of messages
 
 
@@ -113,9 +119,9 @@ class Greet(Request, frozen=True):
 class Generate(Request, frozen=True):
     """Answer a prompt, given by exactly one of `text`, `messages` and `ids`.
 
-    Answered by `Accepted`, then `TokensWritten` where `stream` is set, then `Finished` or `Failed`; or by `Refused`.
-    Of an answer to `messages` the reasoning is told apart. `max_tokens` None: up to the context's end. `plan_epoch`:
-    refused as stale unless it is still the current one.
+    Answered by `Accepted` (by `Queued` before it, while the model loads), then `TokensWritten` where `stream` is set,
+    then `Finished` or `Failed`; or by `Refused`. Of an answer to `messages` the reasoning is told apart. `max_tokens`
+    None: up to the context's end. `plan_epoch`: refused as stale unless it is still the current one.
     """
 
     text: str | None = None
@@ -186,6 +192,13 @@ class Greeted(Reply, frozen=True):
     version: str
     model: str
     context_tokens: int
+    state: GroupState
+
+
+class Queued(Reply, frozen=True):
+    """A request for text that came while the model still loads: it is kept; `Accepted` or `Refused` follows."""
+
+    reason: str
 
 
 class Accepted(Reply, frozen=True):
@@ -239,9 +252,9 @@ class Cancelled(Reply, frozen=True):
 
 
 class StatusReported(Reply, frozen=True):
-    """`state` is "serving", or "failed" with the cause in `failure`."""
+    """How the group is. `failure` has the cause where it has failed; while it loads no rank is known."""
 
-    state: str
+    state: GroupState
     failure: str
     model: str
     version: str
@@ -286,6 +299,6 @@ class GroupEnded(Reply, frozen=True):
 
 
 AnyReply: TypeAlias = (
-    Greeted | Accepted | TokensWritten | Finished | Failed | Cancelled | StatusReported | Planned | LayoutSet
+    Greeted | Queued | Accepted | TokensWritten | Finished | Failed | Cancelled | StatusReported | Planned | LayoutSet
     | Refused | GroupEnded
 )

@@ -22,6 +22,7 @@ from ...proto.client_messages import (
     Greet,
     Greeted,
     GroupEnded,
+    GroupState,
     LayoutSet,
     LayoutStatus,
     Planned,
@@ -33,7 +34,6 @@ from ...proto.client_messages import (
     SetLayout,
     StatusReported,
 )
-from ...proto.codec import PROTOCOL_VERSION
 from ...proto.errors import (
     BusyError,
     DoesNotFitError,
@@ -48,10 +48,10 @@ from ..chunk_plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
 from .answers import Answer
+from .loading import MAX_CLIENTS, greet
 from .prompts import build_request, open_text, read_prompt
 from .service import Service
 
-MAX_CLIENTS = 1024
 MAX_REQUESTS = 1024  # of all clients, waiting and running
 MAX_REQUESTS_OF_CLIENT = 256
 MAX_CONVERSATIONS_OF_CLIENT = 256
@@ -92,7 +92,16 @@ class RemoteApi:
     def clients(self) -> tuple[ClientPeer, ...]:
         return tuple(self._clients)
 
+    @property
+    def _state(self) -> GroupState:
+        return GroupState.FAILED if self._failure else GroupState.SERVING
+
     # From clients
+
+    def know(self, peers: Iterable[ClientPeer]) -> None:
+        """Clients that greeted the group before it could serve."""
+        for peer in peers:
+            self._clients.setdefault(peer, {})
 
     def handle(self, peer: ClientPeer, request: AnyRequest) -> list[Outgoing]:
         """One client's message; raises only what ends the group."""
@@ -138,14 +147,8 @@ class RemoteApi:
                 assert_never(request)
 
     def _greet(self, request: Greet) -> Greeted:
-        service = self._service
-        if request.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"this coordinator (gearshift {service.version}) speaks protocol {PROTOCOL_VERSION}, the client "
-                f"{request.protocol}"
-            )
-        context = self._driver.settings.context_tokens
-        return Greeted(request.call, PROTOCOL_VERSION, service.version, service.model, context)
+        service, context = self._service, self._driver.settings.context_tokens
+        return greet(request, service.version, service.model, context, self._state)
 
     def _generate(self, peer: ClientPeer, message: Generate) -> Accepted:
         answers = self._clients[peer]
@@ -253,7 +256,7 @@ class RemoteApi:
         self._refresh_memory()
         return StatusReported(
             call=call,
-            state="failed" if self._failure else "serving",
+            state=self._state,
             failure=self._failure,
             model=service.model,
             version=service.version,

@@ -140,11 +140,14 @@ def _chat_remotely(
     from ..chat_loop import HELP, converse
     from ..chat_remote import RemoteChat
     from ..chat_terminal import ChatTerminal
-    from ..connect import settings_options
+    from ..connect import STILL_LOADING, settings_options
 
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
     with Client(address, key_file=key_file) as client:
-        note(f"connected to {address}: {client.model}, {client.context_tokens} tokens of context")
+        note(
+            f"connected to {address}: {client.model}, {client.context_tokens} tokens of context"
+            + (STILL_LOADING if client.was_loading else "")
+        )
         terminal = ChatTerminal()
         terminal.tell(HELP)
         converse(RemoteChat(client, options), terminal, first)

@@ -14,9 +14,12 @@ from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from ...coordinator.api.service import ChatPrompter, Service
-    from ...proto.channel import ClientListener, Knock
-    from ...proto.keys import KeyPair
+    from ...coordinator.cluster import Cluster
+    from ...proto.channel import ClientListener
     from ..options import GroupSettings, LayoutSettings
     from ..session_setup import Opened, Session
 
@@ -91,6 +94,7 @@ def coordinator(
     arguments = locals()
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
+    from ..external import external_cluster
     from ..session_setup import choose_context, open_model
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
@@ -103,37 +107,11 @@ def coordinator(
     context_tokens = choose_context(asked, 1, None, opened.spec.trained_context)
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
-        gather = _Gather(listener, settings, workers_listen, keys, key_file, join_timeout) if external else None
-        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather, trace)
-
-
-class _Gather:
-    """Waits for external workers, and keeps what clients say meanwhile."""
-
-    def __init__(
-        self,
-        listener: "ClientListener",
-        settings: "GroupSettings",
-        workers_address: str | None,
-        keys: "KeyPair | None",
-        key_file: str | None,
-        join_timeout_seconds: float,
-    ) -> None:
-        from ..external import external_cluster
-
-        self._listener = listener
-        self.workers_port: int | None = None
-        self.early: list[Knock] = []
-        self.open = partial(
-            external_cluster, listener, workers=settings.workers, workers_address=workers_address, keys=keys,
-            key_file=key_file, join_timeout_seconds=join_timeout_seconds, meanwhile=self._meanwhile,
+        gather = partial(
+            external_cluster, listener, workers=settings.workers, workers_address=workers_listen, keys=keys,
+            key_file=key_file, join_timeout_seconds=join_timeout,
         )  # fmt: skip
-
-    def _meanwhile(self, workers_port: int) -> None:
-        from ...coordinator.api.server import WorkersDoor
-
-        self.workers_port = workers_port
-        self.early += WorkersDoor(self._listener, workers_port).answer_all()
+        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather if external else None, trace)
 
 
 def _serve(
@@ -143,25 +121,31 @@ def _serve(
     context_tokens: int,
     parallel: int,
     listener: "ClientListener",
-    gather: _Gather | None,
+    gather: "Callable[..., AbstractContextManager[Cluster]] | None",
     trace: str | None,
 ) -> None:
+    from ... import __version__
+    from ...coordinator.api.loading import EarlyCalls, Reception
     from ...coordinator.api.remote import RemoteApi
-    from ...coordinator.api.server import Server, WorkersDoor
+    from ...coordinator.api.server import Server
     from ..session_setup import open_session
 
-    with ExitStack() as stack:
+    early = EarlyCalls(opened.spec.name, __version__, context_tokens, (layouts.prefill, layouts.decode))
+    with Reception(listener, early) as reception, ExitStack() as stack:
+        if gather is None:
+            reception.open(None)
+            note(f"clients may come to {listener.address} while the model loads")
         chat = _chat(opened, stack)
         session = stack.enter_context(
             open_session(
-                opened, settings, layouts, context_tokens,
-                parallel_requests=parallel, gather=None if gather is None else gather.open, trace_path=trace,
+                opened, settings, layouts, context_tokens, parallel_requests=parallel, trace_path=trace,
+                gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip
         api = RemoteApi(session.driver, _service(opened, session, chat))
-        door = WorkersDoor(listener, None if gather is None else gather.workers_port)
+        reception.close()
         note(f"listening at {listener.address}")
-        Server(listener, session.cluster, session.driver, api, door).run(() if gather is None else gather.early)
+        Server(listener, session.cluster, session.driver, api, reception.door, reception.outboxes).run(early)
 
 
 def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":

@@ -21,7 +21,7 @@ from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.errors import InputError, WorkerLostError
 from gearshift.tests.helpers.commands import answer
 from gearshift.tests.helpers.commands import gearshift as command
-from gearshift.tests.helpers.coordinators import address_in, coordinator_words, process
+from gearshift.tests.helpers.coordinators import address_in, coordinator_words, early_address_in, process
 from gearshift.tests.helpers.running_groups import RunningGroups
 from gearshift.tests.helpers.serving import Serving, service_of, serving
 
@@ -203,7 +203,7 @@ def nested(depth: int) -> list[object]:
 def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
     asked = ("-p", PROMPTS[0], "-n", "8", "--temperature", "0", "--prefill", "layer", "--decode", "tensor")
     with process(coordinator_words(smollm2_path, "--workers", "2", "--context", "128")) as (started, told):
-        address = address_in(told)
+        address = early_address_in(told)  # the first answer waits for the model
         remote = json.loads(command("run", "--connect", address, *asked, "--json").stdout)
         plain = command("run", "--connect", address, *asked)
         chat = command("run", "--connect", address, "--chat", "-p", "Hi", "-n", "4", "--temperature", "0")

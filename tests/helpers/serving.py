@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gearshift import __version__
+from gearshift.coordinator.api.door import WorkersDoor
+from gearshift.coordinator.api.outbox import Outboxes
 from gearshift.coordinator.api.remote import RemoteApi
-from gearshift.coordinator.api.server import Server, WorkersDoor
+from gearshift.coordinator.api.server import Server
 from gearshift.coordinator.api.service import ChatPrompter, Service
 from gearshift.coordinator.driver import Driver, LoadResult
 from gearshift.coordinator.tokenizer import Tokenizer
@@ -62,7 +64,9 @@ def serving(
     with ClientListener.bind(keys=keys) as listener:
         waiting = FakeWait(driver, listener) if group is None else group
         api = RemoteApi(driver, service)
-        server = Server(listener, waiting, driver, api, WorkersDoor(listener, None), max_replies)  # type: ignore[arg-type]
+        server = Server(
+            listener, waiting, driver, api, WorkersDoor(listener, None), Outboxes(listener.send, max_replies)  # type: ignore[arg-type]
+        )  # fmt: skip
         running = Serving(listener.address, driver, api)
 
         def run() -> None:
