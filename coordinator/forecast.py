@@ -28,12 +28,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be done. `requests` alike ones have their prompts read one after the other, then are answered together."""
+    """What is to be done. Of several alike `requests` the prompts are read one by one, then all are answered together."""
 
     prompt_tokens: int
     steps: int  # decode steps: the first token comes with the prompt
     kept: KeptPrefix | None = None
-    running: Running = Running()  # noqa: RUF009 (frozen)
+    running: Running = Running()
     requests: int = 1
 
     @property
@@ -95,7 +95,11 @@ def forecasts(
 def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]] | None:
     """Seconds of each chunk of all prompts on each stage; in the tensor layout the group is one stage."""
     stages = costs.stages if layout is Layout.LAYER else (costs.tensor_prefill,)
-    rows = [chunk_seconds(chunks, task.cached_tokens, stage) * task.requests for stage in stages if stage is not None]
+    rows = [
+        chunk_seconds(chunks, task.cached_tokens, stage) * task.requests
+        for stage in stages
+        if stage is not None
+    ]
     return rows or None
 
 
@@ -122,7 +126,9 @@ def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
             if added:
                 return None
             continue
-        depth = (running[layout] * running.cached_tokens + added * (task.prompt_tokens + task.steps / 2)) / batch
+        depth = (
+            running[layout] * running.cached_tokens + added * (task.prompt_tokens + task.steps / 2)
+        ) / batch
         total += step.seconds(batch, round(depth))
     return total
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..proto.errors import DoesNotFitError, InputError
-from ..proto.ids import Layout, RequestId
+from ..proto.ids import RequestId
 from ..proto.sampling import validate
 from .answer_length import AnswerLengths
 from .chunk_plan import Limits
@@ -55,8 +55,12 @@ def plan_request(
 def _plan(
     request_id: RequestId, request: GenerationRequest, group: GroupState, kept: KeptPrefix | None
 ) -> tuple[RequestPlan, Choice]:
-    room = group.context_tokens - len(request.prompt) + 1  # the last token sampled is never fed: it needs no cell
-    max_tokens = 0 if request.forced else min(room if request.max_tokens is None else request.max_tokens, room)
+    room = (
+        group.context_tokens - len(request.prompt) + 1
+    )  # the last token sampled is never fed: it needs no cell
+    max_tokens = (
+        0 if request.forced else min(room if request.max_tokens is None else request.max_tokens, room)
+    )
     limits = group.limits
     if request.logits:
         rows = max(1, REPORTED_LOGIT_BYTES // (4 * group.vocab))
@@ -107,7 +111,9 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     if wanted > context_tokens:
         raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
     if request.max_tokens is not None and not _is_count(request.max_tokens):
-        raise InputError(f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}")
+        raise InputError(
+            f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}"
+        )
     if request.targets and len(request.targets) != len(request.prompt):
         raise InputError(f"{len(request.targets)} targets were given for {len(request.prompt)} prompt tokens")
     if any(not -1 <= target < vocab for target in request.targets):

@@ -59,7 +59,9 @@ def choose(
     if len(open_journeys) == 1 or costs is None:
         journey, reason = _without_comparing(task, open_journeys, ranks, forced_prefill, forced_decode)
         plan = chunk_plans(task, costs, ranks, rule, limits, journey[:1])[journey[0]]
-        return Choice(*journey, reason, plan, weights=weights and weights.moved_to(journey[0]).moved_to(journey[1]))
+        return Choice(
+            *journey, reason, plan, weights=weights and weights.moved_to(journey[0]).moved_to(journey[1])
+        )
     prefills = tuple(dict.fromkeys(prefill for prefill, _ in open_journeys))
     plans = chunk_plans(task, costs, ranks, rule, limits, prefills)
     found = forecasts(task, costs, open_journeys, plans, weights)
