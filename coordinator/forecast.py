@@ -28,7 +28,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be done. Of several alike `requests` the prompts are read one by one, then all are answered together."""
+    """What is to be done. Prompts of several alike `requests` are read one by one, then all are answered together."""
 
     prompt_tokens: int
     steps: int  # decode steps: the first token comes with the prompt
