@@ -58,16 +58,18 @@ class Forecast:
 def chunk_plans(
     task: Task, costs: Costs | None, ranks: int, rule: ChunkRule, limits: Limits, layouts: Sequence[Layout]
 ) -> dict[Layout, ChunkPlan]:
-    """How the prompt would be cut in each of `layouts`.
+    """How the prompt would be cut in each of `layouts`, beside the answers that are being written.
 
     Under tensor parallelism all ranks read a chunk together: there is no pipeline to fill.
     """
     cached = task.cached_tokens
     rest = task.prompt_tokens - cached
+    beside = (costs and step_seconds(task, costs, None)) or 0.0
+    whole = (costs.tensor_prefill,) if costs and costs.tensor_prefill else None
     return {
-        layout: plan_chunks(rest, cached, ranks, rule, costs.stages if costs else None, limits)
+        layout: plan_chunks(rest, cached, ranks, rule, costs.stages if costs else None, limits, beside)
         if layout is Layout.LAYER
-        else plan_chunks(rest, cached, 1, rule, None, limits)
+        else plan_chunks(rest, cached, 1, rule, whole, limits, beside)
         for layout in layouts
     }
 
