@@ -75,8 +75,6 @@ def costs_from_json(table: object) -> Costs:
         costs = msgspec.convert(table, Costs)
     except msgspec.ValidationError as error:
         raise InputError(_named(str(error))) from None
-    except OverflowError:
-        raise InputError("costs: a whole number in it is too large") from None
     _refuse_unknown(table, costs_to_json(costs), "costs")
     for name, value in _numbers(costs_to_json(costs), "costs"):
         if not isfinite(value) or value < 0 or (value == 0 and name.endswith(POSITIVE)):

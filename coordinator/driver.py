@@ -131,7 +131,7 @@ class Driver:
 
     @property
     def costs(self) -> Costs | None:
-        """What `measure_costs` found."""
+        """What requests are planned with: measured here, or given."""
         return self._costs
 
     @property
@@ -191,6 +191,10 @@ class Driver:
         found = Measurement(plan, self._placement, by_rank, self._shift_bytes())
         self._costs = found.costs
         return found
+
+    def use_costs(self, costs: Costs) -> None:
+        """Plan with these costs from now on, as if they had been measured here."""
+        self._costs = costs
 
     def memory(self) -> tuple[MemoryReported, ...]:
         """Each rank's memory now."""

@@ -247,6 +247,14 @@ VerifyShift = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+Measure = Annotated[
+    bool | None,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Time chunks, steps and links at start, though costs of such a group are kept from before.",
+        rich_help_panel=GROUP,
+    ),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),

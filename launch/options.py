@@ -44,6 +44,7 @@ class GroupSettings:
     tensor_shares: tuple[float, ...] | None
     compute_type: ComputeType | None
     kv_format: KvFormat | None
+    measure: bool = False  # though costs are kept from before
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def group_settings(
     tensor_share: str | None = None,
     compute_type: str | None = None,
     kv_type: str | None = None,
+    measure: bool | None = None,
 ) -> GroupSettings:
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
     chosen = current_settings(
@@ -91,6 +93,7 @@ def group_settings(
             "tensor_share": tensor_share,
             "compute_type": compute_type,
             "kv_type": kv_type,
+            "measure": measure,
         }
     )
     return GroupSettings(
@@ -103,6 +106,7 @@ def group_settings(
         tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
+        measure=chosen.switch("measure"),
     )
 
 

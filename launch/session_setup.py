@@ -20,6 +20,7 @@ from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from ..proto.placement.plan import Placement
 from .console import load_progress, note, warn
+from .cost_cache import settle_costs
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
@@ -130,7 +131,7 @@ def open_session(
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
         if costs_are_needed(settings.workers, layouts):
-            driver.measure_costs()
+            settle_costs(driver, cluster, placement, loaded, settings.threads, measure=settings.measure)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster, trace)

@@ -66,6 +66,7 @@ GROUP_SETTINGS = (
     Setting("compute_type", Text(), "auto"),
     Setting("kv_type", Text(), "auto"),
     Setting("verify_shift", Switch(), False),
+    Setting("measure", Switch(), False),
 )
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),

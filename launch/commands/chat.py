@@ -51,6 +51,7 @@ def chat(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    measure: flags.Measure = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
@@ -95,7 +96,7 @@ def chat(
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings(prefill, decode, chunk)
     opened = open_model(model)
     sampling = choose_sampling(

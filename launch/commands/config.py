@@ -11,7 +11,7 @@ from ..console import stdout_console, warn
 from ..models import open_files
 from ..sampling_settings import model_values
 from ..settings import ModelValue, Settings, Source, unknown_variables
-from ..user_folders import config_path, current_settings, logs_folder
+from ..user_folders import config_path, costs_folder, current_settings, logs_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,7 @@ def config(model: OptionalModel = None, as_json: flags.Json = False) -> None:
     path = config_path()
     stdout_console().print(f"config file: {path}{'' if path.exists() else ' (none there)'}", soft_wrap=True)
     stdout_console().print(f"logs of runs: {logs_folder()}", soft_wrap=True)
+    stdout_console().print(f"measured costs: {costs_folder()}", soft_wrap=True)
     stdout_console().print(_table(settings))
 
 
@@ -58,6 +59,7 @@ def _facts(settings: Settings) -> dict[str, Any]:
         "config_file": str(path),
         "config_file_exists": path.exists(),
         "logs_folder": str(logs_folder()),
+        "costs_folder": str(costs_folder()),
         "settings": {
             name: {"value": found.value, "source": str(found.source), "place": found.place}
             for name, found in settings.values.items()

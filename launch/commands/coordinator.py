@@ -84,6 +84,7 @@ def coordinator(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    measure: flags.Measure = None,
     trace: flags.TraceFile = None,
 ) -> None:
     """Load a model and serve clients (`gearshift run --connect`, `gearshift.Client`) until interrupted.
@@ -97,7 +98,7 @@ def coordinator(
     from ..external import external_cluster
     from ..session_setup import choose_context, open_model
 
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings(prefill, decode, chunk)
     if workers_listen is not None and not external:
         raise InputError("--workers-listen is for workers started by hand: add --external")

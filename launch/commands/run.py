@@ -59,6 +59,7 @@ def run(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    measure: flags.Measure = None,
     verify_shift: flags.VerifyShift = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
@@ -101,7 +102,7 @@ def run(
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)

@@ -1,0 +1,118 @@
+"""Costs that were measured before, in the user's cache folder: one file for each model, group and version."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from .. import __version__
+from ..coordinator.cluster import Cluster
+from ..coordinator.cost_files import read_cost_file, write_costs
+from ..coordinator.cost_measuring import MeasuringPlan
+from ..coordinator.cost_model import Costs
+from ..coordinator.driver import Driver, LoadResult
+from ..proto.codec import PROTOCOL_VERSION
+from ..proto.errors import InputError
+from ..proto.model import ModelSpec
+from ..proto.placement.plan import Placement
+from .console import note
+from .user_folders import costs_folder
+
+# Of the environment, what changes how fast ranks compute or reach each other.
+SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "OMP_NUM_THREADS")
+SPEED_PREFIXES = ("NCCL_", "GLOO_")
+
+Facts = dict[str, object]
+
+
+def settle_costs(
+    driver: Driver, cluster: Cluster, placement: Placement, loaded: LoadResult, threads: int | None, *, measure: bool
+) -> None:
+    """Let the driver plan with the costs of this group: those kept from before, else measured now and kept.
+
+    `measure`: now in any case. A folder or file that is not as it should be is told, and no more.
+    """
+    facts = cost_facts(driver.spec, cluster, placement, loaded, threads, driver.measuring_plan())
+    path = cost_path(facts)
+    if not measure and (kept := read_kept(path, facts)) is not None:
+        note("costs of this group are known from before (--measure times them anew)")
+        driver.use_costs(kept)
+        return
+    keep_costs(path, driver.measure_costs().costs, facts)
+
+
+def cost_facts(
+    spec: ModelSpec,
+    cluster: Cluster,
+    placement: Placement,
+    loaded: LoadResult,
+    threads: int | None,
+    points: MeasuringPlan,
+    environment: Mapping[str, str] = os.environ,
+) -> Facts:
+    """All that costs depend on: where any of it differs they are measured anew."""
+    hellos = cluster.hellos
+    speed = {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in SPEED_VARIABLES or name.startswith(SPEED_PREFIXES)
+    }
+    facts = {
+        "model": spec.name,
+        "files": [file.fingerprint for file in spec.files],
+        "devices": [hello.device for hello in hellos],
+        "hosts": [hello.host for hello in hellos],
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "torch": sorted({hello.torch_version for hello in hellos}),
+        "gearshift": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "compute_type": loaded.compute_type,
+        "kv_type": [loaded.kv_format.key, loaded.kv_format.value],
+        "placement": _digest(msgspec.to_builtins(placement)),
+        "environment": speed,
+        "points": msgspec.to_builtins(points),
+    }
+    plain: Facts = json.loads(json.dumps(facts))  # as they come back from a file
+    return plain
+
+
+def cost_path(facts: Facts) -> Path:
+    """Where the costs of a group with these facts are kept."""
+    return costs_folder() / f"{_digest(facts)}.json"
+
+
+def read_kept(path: Path, facts: Facts) -> Costs | None:
+    """What is kept there, None where nothing is that can be used; why not is told."""
+    if not path.exists():
+        return None
+    try:
+        kept = read_cost_file(path)
+    except InputError as error:
+        note(f"measuring anew: {error}")
+        return None
+    if kept.facts != facts:
+        note(f"measuring anew: {path} was written for another group")
+        return None
+    return kept.costs
+
+
+def keep_costs(path: Path, costs: Costs, facts: Facts) -> bool:
+    """Whether they could be kept; why not is told."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_costs(path, costs, facts)
+    except OSError as error:
+        note(f"measured costs are not kept: {path.parent}: {error.strerror or error}")
+        return False
+    except InputError as error:
+        note(f"measured costs are not kept: {error}")
+        return False
+    return True
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
