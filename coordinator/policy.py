@@ -136,5 +136,6 @@ def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: s
     cached = f" ({kept.tokens} of them kept in the {kept.layout} layout)" if kept is not None else ""
     answered = task.running.layer + task.running.tensor
     beside = f" beside {answered} answer{'s' if answered > 1 else ''}" if answered else ""
-    work = f"{task.prompt_tokens} tokens{cached} and {task.steps} steps{beside}"
+    many = f"{task.requests} requests of " if task.requests > 1 else ""
+    work = f"{many}{task.prompt_tokens} tokens{cached} and {task.steps} steps{beside}"
     return f"{best[0]}->{best[1]} {why} for {work}: {times}"

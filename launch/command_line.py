@@ -19,6 +19,7 @@ from .commands import (
     keys,
     logits,
     perplexity,
+    plan,
     run,
     tokenize,
 )
@@ -44,6 +45,7 @@ app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("coordinator", epilog=coordinator.EXAMPLES)(coordinator.coordinator)
 app.command("keys", epilog=keys.EXAMPLES)(keys.keys)
 app.command("config", epilog=config.EXAMPLES)(config.config)

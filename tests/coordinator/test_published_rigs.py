@@ -3,11 +3,14 @@
 How far a prediction may lie from a published figure is said at each test. Walls hold one load of the model.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gearshift.coordinator.chunk_plan import ChunkRule, Fixed, Limits, Sqrt
+from gearshift.coordinator.cost_files import costs_to_json, read_costs
 from gearshift.coordinator.cost_model import Costs, ShiftCost
 from gearshift.coordinator.forecast import Task
 from gearshift.coordinator.outlook import Outlook, look_ahead
@@ -30,6 +33,7 @@ from gearshift.tests.helpers.published_rigs import (
 )
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
+RIGS = Path(__file__).parents[2] / "examples" / "rigs"
 LIMITS = Limits(256, 512, 8192)
 PEERS_CHUNKS = Fixed((UBATCH,))
 RUNS = [(Q5_K_M, q5_k_m()), (IQ2_M, iq2_m())]
@@ -117,3 +121,21 @@ def test_two_stages_of_them_even_their_chunks_out_to_2560() -> None:
     two = replace(gp100(), stages=gp100().stages[:2])
     outlook = plan(Task(10_041, 0), two, Sqrt(GP100_RATIO))
     assert outlook.choice.chunk_plan.chunks == (2560, 2560, 2560, 2361)
+
+
+@pytest.mark.parametrize(
+    ("name", "costs"), [("4070_3060_q5_k_m", q5_k_m()), ("4070_3060_iq2_m", iq2_m()), ("four_gp100", gp100())]
+)
+def test_the_files_of_the_rigs_hold_what_follows_from_the_published_figures(name: str, costs: Costs) -> None:
+    held = costs_to_json(read_costs(RIGS / f"{name}.json"))
+    assert list(_flat(held)) == pytest.approx(list(_flat(costs_to_json(costs))), rel=1e-4)
+
+
+def _flat(table: object) -> Iterator[float]:
+    if isinstance(table, dict):
+        table = list(table.values())
+    if isinstance(table, list | tuple):
+        for one in table:
+            yield from _flat(one)
+    elif isinstance(table, int | float):
+        yield table
