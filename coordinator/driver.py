@@ -8,11 +8,13 @@ from typing import TypeVar, assert_never
 from msgspec.structs import replace
 
 from ..proto.commands import LoadModel, ReportMemory, RunTick, Shutdown
-from ..proto.errors import InputError, ProtocolError, WorkerLostError
+from ..proto.errors import DoesNotFitError, InputError, ProtocolError, WorkerLostError
 from ..proto.generation_result import FinishReason
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.kv import KvFormat, block_count
 from ..proto.model import ModelSpec
+from ..proto.placement.memory import holding_on
+from ..proto.placement.migration import migration
 from ..proto.placement.plan import Placement
 from ..proto.reports import (
     AnyReport,
@@ -24,6 +26,7 @@ from ..proto.reports import (
     LoadProgress,
     MemoryProbed,
     MemoryReported,
+    MigrationPrepared,
     ModelLoaded,
     Report,
     SampledToken,
@@ -31,6 +34,7 @@ from ..proto.reports import (
     ShiftDamaged,
     ShiftPrepared,
     TickFinished,
+    WeightsMigrated,
     WorkerFailed,
 )
 from .answer_length import AnswerLengths
@@ -54,6 +58,7 @@ from .results import RequestTimes, build_result
 from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
 from .slots import SlotPool, slots_needed, zero_bundles
 from .trace import Trace
+from .weight_keeper import WeightKeeper
 
 POLL_SECONDS = 0.25
 
@@ -157,6 +162,7 @@ class Driver:
         )
         loaded = self._collect(ModelLoaded, "load the model", on_progress)
         self._kv_format = loaded[0].kv_format
+        self._scheduler.weights = self._weight_keeper(loaded[0].compute_type)
         return LoadResult(
             seconds=self._clock() - started,
             compute_type=loaded[0].compute_type,
@@ -187,10 +193,39 @@ class Driver:
                 on_part(words)
             self._group.broadcast(command)
             answers.append(self._collect(CostsMeasured, "measure costs"))
+        if self._placement.migrating:  # there and back: what it takes is known before the first request
+            self.bring_weights(Layout.TENSOR)
+            self.bring_weights(Layout.LAYER)
         by_rank = tuple(joined(reports) for reports in zip(*answers, strict=True))
         found = Measurement(plan, self._placement, by_rank, self._shift_bytes())
         self._costs = found.costs
         return found
+
+    def _weight_keeper(self, compute_type: ComputeType) -> WeightKeeper:
+        if not self._placement.migrating:
+            return WeightKeeper(self._group.ranks)
+        holding = holding_on(self._settings.device, compute_type)
+        ways = {to: migration(self._spec, self._placement, to, holding) for to in Layout}
+        return WeightKeeper(self._group.ranks, ways)
+
+    @property
+    def weights(self) -> WeightKeeper:
+        """Where migrating weights lie, what moving them has taken and will take."""
+        return self._scheduler.weights
+
+    def bring_weights(self, to: Layout) -> None:
+        """With no request open: wait until weights lie where `to` needs them. `DoesNotFitError`: a rank declined."""
+        deadline = self._clock() + self._settings.answer_timeout_seconds
+        weights = self._scheduler.weights
+        while not (weights.allows(to) and not weights.late_ranks):
+            for command in weights.move(to):
+                self._group.broadcast(command)
+            if (reason := weights.declined(to)) is not None:
+                weights.forget_declined()
+                raise DoesNotFitError(f"the {to} layout cannot be run: {reason}")
+            self._pump(POLL_SECONDS)
+            if self._clock() > deadline:
+                raise WorkerLostError(f"weights did not arrive within {self._settings.answer_timeout_seconds:g} s")
 
     def use_costs(self, costs: Costs) -> None:
         """Plan with these costs from now on, as if they had been measured here."""
@@ -324,6 +359,10 @@ class Driver:
                 self._scheduler.shift_damaged(report)
             case KvHashed():
                 self._scheduler.kv_hashed(report)
+            case MigrationPrepared():
+                self._scheduler.weights.prepared(report)
+            case WeightsMigrated():
+                self._scheduler.weights.migrated(report)
             case MemoryProbed() | LoadProgress() | ModelLoaded() | CostsMeasured() | ClockRead() | MemoryReported():
                 self._answers.append(report)
             case Hello() | Heartbeat() | WorkerFailed():

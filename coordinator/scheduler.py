@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
 from ..proto.errors import DoesNotFitError, ProtocolError
-from ..proto.generation_result import FinishReason
+from ..proto.generation_result import FinishReason, ShiftFailureKind
 from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
@@ -25,6 +25,7 @@ from .rank_answers import HashQuery
 from .session import Phase, Session
 from .shift_counts import ShiftCounts
 from .slots import SlotPool
+from .weight_keeper import HOME, WeightKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,13 @@ class Scheduler:
         self._sequence = 0
         self._commands: list[AnyCommand] = []  # to be sent before the next tick
         self.shift_counts = ShiftCounts()
+        self.weights = WeightKeeper(settings.ranks)
         self._events: list[SchedulerEvent] = []
 
     # From outside
 
     def submit(self, plan: RequestPlan) -> None:
+        self.weights.forget_declined()
         self._waiting.append(Session(plan, self._settings.ranks))
 
     def kept_prefix(self, conversation: str | None, prompt: Sequence[int]) -> KeptPrefix | None:
@@ -157,7 +160,8 @@ class Scheduler:
         """Ranks that the oldest unfinished tick, or else a shift, waits for."""
         if self._ticks:
             return frozenset(next(iter(self._ticks.values())).missing)
-        return frozenset(rank for session in self._open.values() for rank in session.unanswered)
+        unanswered = frozenset(rank for session in self._open.values() for rank in session.unanswered)
+        return unanswered | self.weights.late_ranks
 
     def take_events(self) -> list[SchedulerEvent]:
         events, self._events = self._events, []
@@ -245,6 +249,7 @@ class Scheduler:
         while True:
             log += self._take_commands()
             log += self._open_waiting()
+            log += self._move_weights()
             tick = self._next_tick()
             log += self._take_commands()
             if tick is None:
@@ -291,15 +296,43 @@ class Scheduler:
         self._events += [Ended(session) for session in ended]
         self._waiting = deque(session for session in self._waiting if session not in ended)
 
+    def _move_weights(self) -> list[AnyCommand]:
+        """Bring migrating weights to where they are needed next, or home while nothing is asked."""
+        weights, sessions = self.weights, list(self._open.values())
+        if not weights.migrates:
+            return []
+        if self.idle:
+            return weights.move(HOME, background=True)
+        commands: list[AnyCommand] = []
+        for session in sessions:
+            for layout in (session.plan.prefill, session.plan.decode):
+                commands += weights.ask(layout) if session.phase is not Phase.ENDED else []
+        session_next = None if self._advance_is_due() else weights.wanted(sessions)
+        if session_next is not None and (to := session_next.needed_layout) is not None:
+            if (reason := weights.declined(to)) is not None:
+                self._stay(session_next, reason)
+            else:
+                commands += weights.move(to, session_next.plan.request_id)
+        return commands
+
+    def _stay(self, session: Session, reason: str) -> None:
+        """The weights cannot come to where a request needs them: it finishes where it is, or, not begun, ends."""
+        if session.target is not None:
+            session.note_failure(ShiftFailureKind.DECLINED, reason)
+            self._abandon(session)
+        else:
+            session.error = f"the {session.layout} layout cannot be run: {reason}"
+            session.end(FinishReason.ERROR)
+
     def _next_tick(self) -> RunTick | None:
         """The next tick, if there is work for one and few enough are outstanding."""
         outstanding = len(self._ticks)
         if outstanding >= self._settings.ranks + 2:
             return None
-        sessions = list(self._open.values())
+        sessions = self.weights.ready(list(self._open.values()))
         chunks_left = self._advance_is_due() or any(session.has_chunk for session in sessions)
         may_decode = chunks_left or outstanding < self._settings.decode_credits
-        moves = [move for session in sessions for move in session.take_moves()]
+        moves = [move for session in self._open.values() for move in session.take_moves()]
         stages, tensor_chunk = self._advance(sessions)
         batches = self._batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
         freed = self._closable(stages)

@@ -20,7 +20,7 @@ from ..proto.commands import (
 )
 from ..proto.errors import ProtocolError
 from ..proto.generation_result import FinishReason, ShiftFailure, ShiftFailureKind
-from ..proto.ids import Rank
+from ..proto.ids import Layout, Rank
 from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count
 from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
 from .generation import RequestPlan, TokenEvent
@@ -108,6 +108,26 @@ class Session:
         if target is not None:
             commands.append(PrepareShift(plan.request_id, self.target_layout, target))
         return commands
+
+    # What it needs of the weights
+
+    @property
+    def needed_layout(self) -> Layout | None:
+        """Where migrating weights must lie for what this request does next; None: it has nothing more to hand out."""
+        match self.phase:
+            case Phase.PREFILL:
+                return self.layout
+            case Phase.RETURN | Phase.SHIFT:
+                return self.layout if self.target is None else self.target_layout
+            case Phase.DECODE:
+                return self.layout if self._steps_handed_out < self.plan.decode_steps else None
+            case Phase.QUEUED | Phase.ENDED:
+                return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was run for it."""
+        return self.chunks_handed_out > 0 or self.phase not in (Phase.QUEUED, Phase.PREFILL)
 
     # Prefill
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from .ids import ComputeType, Layout, RequestId
+from .ids import ComputeType, Layout, RequestId, WeightSource
 from .kv import BundleTable, KvFormat
 from .model import ModelSpec
 from .placement.plan import Placement
@@ -184,6 +184,25 @@ class AbandonShift(Command, frozen=True):
     request: RequestId
 
 
+class PrepareMigration(Command, frozen=True):
+    """Migrating layers are to come to where `to` needs them; answered by `MigrationPrepared`. Nothing moves yet."""
+
+    to: Layout
+
+
+class MigrateWeights(Command, frozen=True):
+    """Bring the parts of these layers to where `to` needs them, and free what is not needed there: `WeightsMigrated`.
+
+    All ranks have accepted. What the log holds from here on runs these layers in `to` alone. The time counts as part
+    of the shift that `request` has prepared, if any.
+    """
+
+    to: Layout
+    layers: tuple[int, ...]  # one whole group of proto/placement/migration.py
+    source: WeightSource
+    request: RequestId | None = None
+
+
 class HashKv(Command, frozen=True):
     """Report digests of a request's keys and values (first `tokens` positions) in its present layout."""
 
@@ -201,5 +220,5 @@ class Shutdown(Command, frozen=True):
 
 AnyCommand: TypeAlias = (
     Welcome | Refuse | Redirect | OpenLinks | ProbeMemory | LoadModel | MeasureCosts | OpenRequest | RunTick | ReadClock
-    | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
+    | PrepareShift | CommitShift | AbandonShift | PrepareMigration | MigrateWeights | HashKv | ReportMemory | Shutdown
 )

@@ -226,6 +226,23 @@ class ShiftDamaged(Report, frozen=True):
     moves: tuple[DamagedMove, ...]
 
 
+class MigrationPrepared(Report, frozen=True):
+    """This rank can take part in a migration to `to`, or declines and says why."""
+
+    to: Layout
+    accepted: bool
+    reason: str = ""
+
+
+class WeightsMigrated(Report, frozen=True):
+    """The parts of these layers lie where `to` needs them, as far as this rank is concerned."""
+
+    to: Layout
+    layers: tuple[int, ...]
+    seconds: float
+    received_bytes: int  # sent by peers, or read from the file
+
+
 class KvHashed(Report, frozen=True):
     """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
 
@@ -263,5 +280,6 @@ class WorkerFailed(Report, frozen=True):
 
 AnyReport: TypeAlias = (
     Hello | Heartbeat | MemoryProbed | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead
-    | ShiftPrepared | ShiftCommitted | ShiftDamaged | KvHashed | MemoryReported | WorkerFailed
+    | ShiftPrepared | ShiftCommitted | ShiftDamaged | MigrationPrepared | WeightsMigrated
+    | KvHashed | MemoryReported | WorkerFailed
 )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -16,9 +17,11 @@ from ..proto.commands import (
     HashKv,
     LoadModel,
     MeasureCosts,
+    MigrateWeights,
     Move,
     OpenLinks,
     OpenRequest,
+    PrepareMigration,
     PrepareShift,
     ProbeMemory,
     ReadClock,
@@ -33,6 +36,7 @@ from ..proto.errors import ProtocolError
 from ..proto.ids import ComputeType, KvType, Layout, Rank
 from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
+from ..proto.placement.migration import migration, peak_bytes
 from ..proto.reports import (
     AnyReport,
     ClockRead,
@@ -41,6 +45,7 @@ from ..proto.reports import (
     ModelLoaded,
     SpanKind,
     TickFinished,
+    WeightsMigrated,
 )
 from .costs import CostMeter, faster_compute_type
 from .device_check import check_device
@@ -49,7 +54,14 @@ from .faults import Fault, FaultHooks
 from .heartbeat import Progress
 from .kv import KvStore
 from .links.open import Links, open_links
-from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, probe
+from .memory import (
+    MemoryLedger,
+    anonymous_bytes,
+    device_free_bytes,
+    device_reserved_bytes,
+    probe,
+    usable_bytes,
+)
 from .model.decoder import Decoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
@@ -57,6 +69,8 @@ from .shift import Shifter
 from .weights.files_here import files_here
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
+from .weights.moving import MovingParts
+from .weights.part_store import DenseStore
 
 POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
 PROGRESS_SECONDS = 0.2  # between two load reports
@@ -137,6 +151,7 @@ class LoadedModel:
     decoder: Decoder
     engine: Engine
     shifter: Shifter
+    moving: MovingParts
     requests: OpenRequests
     sampler: Sampler | None
     faults: FaultHooks
@@ -150,8 +165,8 @@ class LoadedModel:
         self.files.close()
 
     def handle(
-        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory"
-        " | MeasureCosts",
+        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | PrepareMigration"
+        " | MigrateWeights | HashKv | ReportMemory | MeasureCosts",
     ) -> AnyReport | None:
         """Run one command; what it is answered with."""
         match command:
@@ -170,6 +185,10 @@ class LoadedModel:
             case AbandonShift():
                 self.shifter.abandon(self.requests[command.request])
                 return None
+            case PrepareMigration():
+                return self.moving.prepare(command)
+            case MigrateWeights():
+                return self._migrate(command)
             case HashKv():
                 return self.shifter.hash_kv(command)
             case ReportMemory():
@@ -181,6 +200,13 @@ class LoadedModel:
                 return self.costs.measure(command)
             case _:
                 assert_never(command)
+
+    def _migrate(self, command: MigrateWeights) -> WeightsMigrated:
+        report = self.moving.migrate(command)
+        if command.request is not None and (shift := self.requests[command.request].shift) is not None:
+            shift.move_seconds += report.seconds
+            shift.weight_bytes += report.received_bytes
+        return report
 
     def _run_tick(self, tick: RunTick) -> TickFinished:
         self.faults.tick_begins(tick.sequence)
@@ -244,7 +270,8 @@ def load_model(
     dtype = DTYPES[compute_type]
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()
-    weight_bytes = memory.held_bytes(spec, placement, rank, memory.holding_on(device.type, compute_type))
+    holding = memory.holding_on(device.type, compute_type)
+    weight_bytes = peak_bytes(spec, placement, rank, holding)
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
@@ -268,6 +295,8 @@ def load_model(
     else:
         decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
     sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
+    ways = {to: migration(spec, placement, to, holding) for to in Layout}
+    store = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
     channel.send(
         ModelLoaded(
             rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],
@@ -277,8 +306,9 @@ def load_model(
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
         engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
-        shifter=Shifter(placement, rank, kv, links, requests, faults), requests=requests, sampler=sampler,
-        faults=faults, ledger=ledger,
+        shifter=Shifter(placement, rank, kv, links, requests, faults),
+        moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device)), requests=requests,
+        sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
         costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps),
     )

@@ -65,6 +65,14 @@ def device_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
+def usable_bytes(device: torch.device) -> int:
+    """What this process could still allocate: what is free, and what torch's allocator has and does not use."""
+    if device.type != "cuda":
+        return free_memory_bytes()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return device_free_bytes(device) + unused
+
+
 def return_freed_memory() -> None:
     """Give the kernel back what was freed; without this glibc keeps up to 64 MiB once large blocks were freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -22,6 +22,7 @@ class ShiftInProgress:
     checked: list[tuple[DamagedMove, torch.Tensor]] = field(default_factory=list)  # each with bool [1]: arrived as sent
     move_seconds: float = 0.0
     received_bytes: int = 0
+    weight_bytes: int = 0  # received by migrations that count as part of this shift
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ class Shifter:
         exposed = time.monotonic() - state.sampled_at_seconds if state.sampled_at_seconds else 0.0
         return ShiftCommitted(
             self._rank, command.request, command.to, seconds=shift.move_seconds, exposed_seconds=exposed,
-            kv_bytes=shift.received_bytes, weight_bytes=0,
+            kv_bytes=shift.received_bytes, weight_bytes=shift.weight_bytes,
         )
 
     def _all_arrived(self, checked: Sequence[tuple[DamagedMove, Tensor]]) -> bool:

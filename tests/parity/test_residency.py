@@ -9,6 +9,7 @@ from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement import memory
 from gearshift.proto.placement.bundles import bundle_bytes
+from gearshift.proto.placement.migration import migration, peak_bytes
 from gearshift.tests.helpers.answers import GREEDY, answer
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.layouts import assert_as_one_process, some_ids
@@ -67,3 +68,38 @@ def test_keys_and_values_of_whole_layers_never_move(
         )
         assert bool(shift.kv_bytes) == bool(cut_layers)
         assert shift.kv_bytes <= 2 * cut_layers * 2 * head_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "migrating", "whole"),
+    [
+        ("llama", 2, {0, 1, 2, 3, 4, 5}, set()),
+        ("llama", 2, {1, 3, 4}, {0}),
+        ("llama", 3, {0, 2, 5}, {1}),
+        ("gemma3", 2, {0, 4}, {1}),
+        ("qwen2", 3, {0, 1, 2, 3}, set()),
+    ],
+)
+def test_layers_that_migrate_give_the_same_logits_and_move_the_bytes_planned(
+    groups: RunningGroups, models: dict[str, Path], name: str, workers: int, migrating: set[int], whole: set[int]
+) -> None:
+    driver = assert_as_one_process(
+        groups, models[name], workers, migrating_layers=frozenset(migrating), whole_layers=frozenset(whole)
+    )
+    spec, placement = driver.spec, driver.placement
+    loaded = groups.loaded[workers]
+    f32 = memory.Holding.F32
+    assert loaded.weight_bytes == tuple(memory.held_bytes(spec, placement, rank, f32) for rank in range(workers))
+    shift = answer(driver, request(Layout.LAYER, Layout.TENSOR)).shift
+    assert shift is not None
+    assert shift.weight_bytes == migration(spec, placement, Layout.TENSOR, f32).total_bytes
+    for rank, report in enumerate(driver.memory()):
+        weights = peak_bytes(spec, placement, rank, f32)
+        assert report.planned_bytes == weights + loaded.kv_bytes[rank]
+        assert report.peak_bytes == report.planned_bytes
+
+
+def request(prefill: Layout, decode: Layout, tokens: int = 70) -> GenerationRequest:
+    return GenerationRequest(
+        tuple(some_ids(count=tokens)), 3, GREEDY, prefill=prefill, decode=decode, verify_shift=True
+    )
