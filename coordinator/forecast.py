@@ -7,7 +7,7 @@ from typing import TypeAlias
 from ..proto.ids import Layout
 from .chunk_plan import ChunkPlan, ChunkRule, Limits, plan_chunks
 from .cost_model import Costs, StepCost
-from .flow_shop import chunk_seconds, makespan
+from .flow_shop import chunk_seconds, makespan, makespan_in_ticks
 from .generation import KeptPrefix
 from .regret import Regret
 
@@ -105,15 +105,6 @@ def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) 
     return rows or None
 
 
-def barrier_seconds(rows: Sequence[Sequence[float]]) -> float:
-    """Seconds of a pipeline whose stages go on together, tick by tick, as a decode step in every tick makes them."""
-    stages, chunks = len(rows), len(rows[0])
-    return sum(
-        max(rows[stage][tick - stage] for stage in range(stages) if 0 <= tick - stage < chunks)
-        for tick in range(chunks + stages - 1)
-    )
-
-
 def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
     """A tick's decode steps: those that run now, and the task's own (None: still being read). None: not measured."""
     running = task.running
@@ -144,9 +135,7 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
     if rows is None:
         return None
     others = step_seconds(task, costs, None) or 0.0
-    if others == 0.0:
-        return makespan(rows)
-    return barrier_seconds(rows) + (len(rows) + len(rows[0]) - 1) * others
+    return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
 
 
 def _decode_seconds(task: Task, costs: Costs, layout: Layout) -> float | None:
