@@ -67,6 +67,10 @@ class LaunchWatch(Protocol):
         """The earliest process end so far, or None. Never waits; the same failure may be given again."""
         ...
 
+    def stopped(self) -> tuple[tuple[Rank, int], ...]:
+        """(rank, pid) of workers that are stopped right now: they live and do nothing. Never waits."""
+        ...
+
 
 class Cluster:
     """The workers that joined. A `Group`; for one thread only.
@@ -118,11 +122,14 @@ class Cluster:
         started = self._clock()
         patience = self._join_timeout_seconds
         first_came = False
+        stopped = _Stopped()
         while len(self._hellos) < self.ranks:
             waited = self._clock() - started
             if waited >= patience:
                 raise self._fail(WorkerLostError(self._absence(patience)))
             self._next(min(_SLICE_SECONDS, patience - waited))
+            if self._watch is not None and (cause := stopped.look(self._watch.stopped(), self._clock())):
+                raise self._fail(WorkerLostError(cause))
             if self._hellos and not first_came and self._watch is not None:
                 first_came = True
                 took = self._clock() - started
@@ -308,6 +315,26 @@ class Cluster:
     def _raise_known_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _Stopped:
+    """Workers that were stopped before they joined: they have no heartbeat yet that could be missed."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}  # by pid
+        self._looked_at = 0.0
+
+    def look(self, stopped: Sequence[tuple[Rank, int]], now: float) -> str:
+        """What has happened, once a worker has been stopped for as long as one may lag behind."""
+        if now - self._looked_at > _ATTENTION_SECONDS:
+            self._since.clear()  # we were stopped ourselves, perhaps with it
+        self._looked_at = now
+        self._since = {pid: self._since.get(pid, now) for _, pid in stopped}
+        for rank, pid in stopped:
+            if now - self._since[pid] >= STRAGGLER_SECONDS:
+                who = f"the worker of rank {rank} (pid {pid})"
+                return f"{who} was stopped and has not gone on for {STRAGGLER_SECONDS:g} s"
+        return ""
 
 
 def _lost_error(failure: LaunchFailure) -> WorkerLostError:

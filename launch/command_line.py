@@ -23,6 +23,8 @@ from .commands import (
     run,
     tokenize,
 )
+from .console import warn
+from .settings import told_unknown, unknown_variables
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -69,6 +71,8 @@ def _common(
     ] = False,
 ) -> None:
     """Flags before the command. `--debug` is read by `main`, which sees errors from outside typer."""
+    if names := unknown_variables(os.environ):
+        warn(told_unknown(names))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

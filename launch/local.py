@@ -45,10 +45,18 @@ class AgentWatch:
         self._decoder: msgspec.json.Decoder[AgentLine] = msgspec.json.Decoder(AgentLine)
         self._rest = b""
         self._failure: LaunchFailure | None = None
-        self.worker_pids: tuple[int, ...] = ()
+        self._workers: tuple[tuple[Rank, int], ...] = ()
 
     def fileno(self) -> int:
         return self._descriptor
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        return tuple(pid for _, pid in self._workers)
+
+    def stopped(self) -> tuple[tuple[Rank, int], ...]:
+        """Workers that a signal has stopped, or a debugger."""
+        return tuple((rank, pid) for rank, pid in self._workers if _state_of(pid) in ("T", "t"))
 
     def poll(self) -> LaunchFailure | None:
         """The first worker that ended, or the agent's own end."""
@@ -70,7 +78,7 @@ class AgentWatch:
     def _take(self, line: AgentLine) -> None:
         match line:
             case Started(pids=pids):
-                self.worker_pids = tuple(pid for _, pid in pids)
+                self._workers = tuple((Rank(rank), pid) for rank, pid in pids)
             case Ended():
                 self._failure = self._failure or LaunchFailure(
                     rank=Rank(line.rank),
@@ -242,6 +250,14 @@ def local_cluster(
         cluster.join()
         yield cluster
         cluster.shutdown()
+
+
+def _state_of(pid: int) -> str:
+    """A process's state as /proc has it; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _open_pids(pids: Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ The first of these that has a value wins. A setting is called `max_chunk` in the
 environment and --max-chunk as a flag.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -16,6 +16,8 @@ from ..proto.sampling import SamplingParameters
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
+# No settings: workers read them, to be tried without peer access and with faults on demand.
+VARIABLES_FOR_TESTS = frozenset({"GEARSHIFT_NO_PEER", "GEARSHIFT_FAULT"})
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given
@@ -172,8 +174,17 @@ def merge(
 
 def unknown_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Variables that look like settings and are none."""
-    known = {setting.variable for setting in SETTINGS.values()}
+    known = {setting.variable for setting in SETTINGS.values()} | VARIABLES_FOR_TESTS
     return tuple(sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known))
+
+
+def told_unknown(names: Sequence[str]) -> str:
+    """Such variables in one line, each with the setting that it may have been meant for."""
+    told = []
+    for name in names:
+        close = get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX).lower(), SETTINGS, n=1)
+        told.append(f"{name} (did you mean {SETTINGS[close[0]].variable}?)" if close else name)
+    return f"no setting has this name: {', '.join(told)}; `gearshift config` lists all settings"
 
 
 def _from_flag(setting: Setting, flags: Flags) -> Value | None:

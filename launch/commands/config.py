@@ -1,7 +1,6 @@
 """`gearshift config`: each setting's value and where it came from. Starts no worker."""
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ from .. import flags
 from ..console import stdout_console, warn
 from ..models import open_files
 from ..sampling_settings import model_values
-from ..settings import ModelValue, Settings, Source, unknown_variables
+from ..settings import ModelValue, Settings, Source
 from ..user_folders import config_path, costs_folder, current_settings, logs_folder
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ def config(model: OptionalModel = None, as_json: flags.Json = False) -> None:
         for warning in warnings:
             warn(warning)
     settings = current_settings(model=recommended)
-    for name in unknown_variables(os.environ):
-        warn(f"{name} is not a setting")
     if as_json:
         print(json.dumps(_facts(settings)))
         return

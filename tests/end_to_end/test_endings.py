@@ -23,7 +23,7 @@ from gearshift.tests.helpers.commands import GEARSHIFT
 from gearshift.tests.helpers.processes import Watched
 from gearshift.tests.helpers.scripted_model import build_scripted_model
 
-MARK = "GEARSHIFT_TEST_MARK"
+MARK = "TEST_OF_GEARSHIFT_MARK"
 MOMENT_SECONDS = 60  # for a moment to come, on a busy machine
 LOOK_SECONDS = 0.02
 GONE_SECONDS = 10
