@@ -9,7 +9,7 @@ from typing import Protocol
 from .. import __version__
 from ..proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError, Pollable
 from ..proto.codec import PROTOCOL_VERSION
-from ..proto.commands import AnyCommand, OpenLinks, Shutdown, Welcome
+from ..proto.commands import AnyCommand, LinkOptions, OpenLinks, Shutdown, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerFailedError, WorkerLostError
 from ..proto.ids import Rank
 from ..proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
@@ -88,8 +88,10 @@ class Cluster:
         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
     ) -> None:
         self.ranks = ranks
+        self._link_options = link_options
         self._channel = channel
         self._watch = watch
         self._group = group
@@ -136,7 +138,7 @@ class Cluster:
                 patience = min(patience, took + max(STRAGGLER_SECONDS, took))
         self._refused.clear()
         hosts = tuple(hello.host_identity or hello.host for hello in self.hellos)
-        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts))
+        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts, options=self._link_options))
 
     def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None:
         """Until a worker has said something, or one of `beside` has something; at most `timeout_seconds`."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from ..coordinator.cluster import Cluster
 from ..proto.channel import ClientListener, CoordinatorChannel, split_address
+from ..proto.commands import LinkOptions
 from ..proto.keys import KeyPair
 from .console import note
 
@@ -21,6 +22,7 @@ def external_cluster(
     key_file: str | None,
     join_timeout_seconds: float,
     tell_port: Callable[[int], None],
+    link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
 ) -> Iterator[Cluster]:
     """A joined group of `workers` ranks. `workers_address` None: a free port of the host that clients use.
 
@@ -35,7 +37,9 @@ def external_cluster(
         note(
             f"  torchrun --nproc-per-node {workers} -m gearshift.worker --coordinator {listener.address}{keys_told}"
         )
-        cluster = Cluster(channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds)
+        cluster = Cluster(
+            channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds, link_options=link_options
+        )
         tell_port(port)
         cluster.join()
         try:

@@ -18,6 +18,7 @@ import msgspec
 
 from ..coordinator.cluster import JOIN_TIMEOUT_SECONDS, SILENCE_SECONDS, Cluster, LaunchFailure
 from ..proto.channel import CoordinatorChannel
+from ..proto.commands import LinkOptions
 from ..proto.ids import Rank
 from .agent import AgentLine, Ended, Started, last_lines, signal_name
 from .run_logs import AGENT_LOG, RunFolder, open_run_folder
@@ -222,6 +223,7 @@ def local_cluster(
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
     worker_module: str = "gearshift.worker",
+    link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
 ) -> Iterator[Cluster]:
     """A joined group of workers on this host; on leaving nothing of it is left.
 
@@ -246,6 +248,7 @@ def local_cluster(
             group=group,
             join_timeout_seconds=join_timeout_seconds,
             silence_seconds=silence_seconds,
+            link_options=link_options,
         )
         cluster.join()
         yield cluster

@@ -48,6 +48,8 @@ def logits(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
     arguments = locals()

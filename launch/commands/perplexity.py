@@ -44,6 +44,8 @@ def perplexity(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
     as_json: flags.Json = False,
 ) -> None:
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""

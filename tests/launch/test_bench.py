@@ -44,8 +44,9 @@ def a_bench() -> Bench:
         for number, seconds in enumerate(times)
     ]
     runs += [timed_run(LAYER, TENSOR, 2.05, auto=True, round_number=number, predicted=2.0) for number in range(3)]
-    peer = PeerRow("layer", 6.0, 5.9, 6.1, 100.0, 20.0, "abc (7)"), PeerRow("tensor", error="ended with exit code 1: no")
-    return Bench("a model", 100, 10, ("cpu", "cpu"), tuple(runs), peer)
+    good = PeerRow("layer", 6.0, 5.9, 6.1, 100.0, 20.0, "abc (7)")
+    failed = PeerRow("tensor", error="ended with exit code 1: no")
+    return Bench("a model", 100, 10, ("cpu", "cpu"), tuple(runs), (good, failed))
 
 
 def test_every_combination_has_one_turn_a_round_and_none_always_follows_the_same() -> None:
@@ -115,8 +116,10 @@ def test_json_and_csv_hold_every_run() -> None:
     rows = list(csv.DictReader(io.StringIO(bench_csv(bench))))
     assert len(rows) == 16  # 15 runs and the peer's one good row
     assert tuple(rows[0]) == CSV_COLUMNS
-    assert (rows[3]["combination"], rows[3]["chunks"], rows[3]["shift_exposed_ms"]) == ("layer->tensor", "64 36", "5.0000")
-    assert (rows[14]["combination"], rows[14]["decode"], rows[14]["predicted_seconds"]) == ("auto", "tensor", "2.000000")
+    shifted, auto = rows[3], rows[14]
+    assert (shifted["combination"], shifted["chunks"]) == ("layer->tensor", "64 36")
+    assert shifted["shift_exposed_ms"] == "5.0000"
+    assert (auto["combination"], auto["decode"], auto["predicted_seconds"]) == ("auto", "tensor", "2.000000")
     assert (rows[15]["program"], rows[15]["wall_seconds"]) == ("llama-bench", "6.000000")
 
 
@@ -176,9 +179,9 @@ def test_sizes_follow_the_models_context() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(DoesNotFitError, match="-p 40000 and -n 800 are 40800 tokens.*trained for 8192: -p 7392 is the"):
+    with pytest.raises(DoesNotFitError, match=r"-p 40000 and -n 800 are 40800 tokens.*for 8192: -p 7392 is the"):
         choose_sizes(40000, 800, 8192, on_cpu=True)
-    with pytest.raises(DoesNotFitError, match="trained for 64$"):
+    with pytest.raises(DoesNotFitError, match=r"trained for 64$"):
         choose_sizes(1, 64, 64, on_cpu=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...proto.errors import ProtocolError
 from .errors import LinkFailedError
 from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
+from .throttle import Throttle
 from .waiting import named_errors, wait_for
 
 BUFFERS = 2
@@ -110,10 +111,17 @@ class Incoming:
 class PipelineEdges:
     """A rank's two edges. The first rank has none to receive from, the last none to send to."""
 
-    def __init__(self, incoming: Incoming | None, outgoing: Outgoing | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        incoming: Incoming | None,
+        outgoing: Outgoing | None,
+        device: torch.device,
+        throttle: Throttle | None = None,
+    ) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
         self._device = device
+        self._throttle = throttle
         self._buffers = [StagingBuffer(device) for _ in range(BUFFERS)]
         self._posted: deque[tuple[Tensor, DistributedReceiver | MailboxReceiver]] = deque()
         self._posts = 0
@@ -126,6 +134,8 @@ class PipelineEdges:
         if self._outgoing is None:
             raise ProtocolError("the last rank has nobody to send hidden rows to")
         payload = hidden.contiguous().view(-1).view(torch.uint8)
+        if self._throttle is not None:
+            self._throttle.hold(payload.numel())
         self._outgoing.way(payload.numel()).send(payload)
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
