@@ -59,6 +59,7 @@ from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
 from .slots import SlotPool, slots_needed, zero_bundles
 from .trace import Trace
 from .weight_keeper import WeightKeeper
+from .weight_prices import regret_now
 
 POLL_SECONDS = 0.25
 
@@ -118,6 +119,7 @@ class Driver:
         )
         self._costs: Costs | None = None
         self._lengths = AnswerLengths()
+        self._last_plan: RequestPlan | None = None
         self._kv_format: KvFormat | None = settings.kv_format
         self._times: dict[RequestId, RequestTimes] = {}
         self._next_request = 0
@@ -269,18 +271,21 @@ class Driver:
         if self._trace is not None:
             self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
+        self._last_plan = plan
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
         return plan.request_id
 
     def plan(self, request: GenerationRequest) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
+        last = self._last_plan.weights if self._last_plan is not None else None
         group = GroupState(
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
             context_tokens=self._settings.context_tokens,
             costs=self._costs,
             limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
+            weights=regret_now(self._scheduler.weights, self._costs, last, idle=self._scheduler.idle),
             running=self._scheduler.running,
             lengths=self._lengths,
         )

@@ -114,9 +114,12 @@ def _without_comparing(
 def _by_regret(found: Mapping[Journey, Forecast], weights: Regret) -> tuple[Journey, Regret]:
     """The rule is asked before the prompt, and before the answer.
 
-    Keys and values that a move of the weights takes along are a cost of the answer in the other state.
+    Keys and values that have to move beside the weights are a cost of the phase in the state that they move for.
     """
-    read = {prefill: forecast.prefill for (prefill, _), forecast in found.items()}
+    read = {
+        prefill: forecast.prefill + max(0.0, forecast.back - weights.move_seconds(prefill))
+        for (prefill, _), forecast in found.items()
+    }
     before = weights.note(read.get(Layout.LAYER, inf), read.get(Layout.TENSOR, inf))
     written = {
         decode: forecast.decode + max(0.0, forecast.exposed - before.move_seconds(decode))

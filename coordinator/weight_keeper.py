@@ -180,10 +180,18 @@ class WeightKeeper:
 
     def seconds_to(self, to: Layout) -> float | None:
         """What the rest of the way to `to` will take, from what was measured; None before any was."""
-        speed = max(self._speeds.values(), default=0.0)
-        if not self.migrates or not speed:
+        if not self.migrates or not self.bytes_per_second:
             return None if self.migrates else 0.0
-        return max(self.bytes_to(to)) / speed
+        return max(self.bytes_to(to)) / self.bytes_per_second
+
+    def way_bytes(self, to: Layout) -> int:
+        """Bytes that the busiest rank receives on the whole way to `to`."""
+        return max(self.ways[to].rank_bytes) if to in self.ways else 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the fastest source that was measured; 0: none was."""
+        return max(self._speeds.values(), default=0.0)
 
     def bytes_to(self, to: Layout) -> tuple[int, ...]:
         """Bytes that each rank has yet to receive until the weights lie where `to` needs them."""

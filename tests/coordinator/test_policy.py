@@ -8,6 +8,7 @@ from gearshift.coordinator.chunk_plan import Auto, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.forecast import Task
 from gearshift.coordinator.policy import Choice, choose
+from gearshift.coordinator.regret import Regret
 from gearshift.proto.ids import Layout
 
 LIMITS = Limits(32, 64, 512)
@@ -78,3 +79,47 @@ def test_without_costs_the_usual_layouts_are_taken_and_said_to_be_a_guess() -> N
 def test_a_part_that_was_not_measured_is_not_chosen() -> None:
     choice = pick(replace(COSTS, tensor_prefill=None, decode_tensor=None))
     assert set(choice.predicted) == {(Layout.LAYER, Layout.LAYER)}
+
+
+def migrating(costs: Costs, prompt: int, output: int, weights: Regret) -> Choice:
+    task = Task(prompt, output - 1)
+    return choose(task, costs, None, None, ranks=2, rule=Auto(), limits=LIMITS, weights=weights)
+
+
+def test_weights_move_for_one_long_answer_at_once() -> None:
+    choice = migrating(COSTS, 2000, 1000, Regret(Layout.LAYER, 0.5, 0.5))  # 8 s are saved
+    assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.TENSOR)
+    assert choice.weights is not None
+    assert choice.weights.state is Layout.TENSOR
+    assert "what staying has cost" in choice.reason
+
+
+def test_weights_that_would_save_less_than_a_round_trip_stay_until_enough_was_lost() -> None:
+    layer_prompts_lose = replace(COSTS, tensor_prefill=COSTS.stages[0])  # nothing is gained by going back
+    weights: Regret | None = Regret(Layout.LAYER, 1.0, 1.0)
+    decoded = []
+    for _ in range(6):
+        assert weights is not None
+        choice = migrating(layer_prompts_lose, 64, 100, weights)  # 0.8 s lost by staying
+        decoded.append(choice.decode)
+        weights = choice.weights
+    assert decoded == [Layout.LAYER] * 2 + [Layout.TENSOR] * 4
+
+
+def test_alternating_requests_move_no_weights() -> None:
+    costs = replace(COSTS, tensor_prefill=ChunkCost(2e-3, 3e-4))
+    weights: Regret | None = Regret(Layout.LAYER, 3.0, 3.0)
+    for turn in range(40):
+        assert weights is not None
+        choice = migrating(costs, 4000, 2, weights) if turn % 2 else migrating(costs, 64, 100, weights)
+        weights = choice.weights
+        assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.LAYER)
+
+
+def test_layouts_that_were_asked_for_take_the_weights_along() -> None:
+    task = Task(100, 10)
+    choice = choose(
+        task, COSTS, Layout.LAYER, Layout.TENSOR, ranks=2, rule=Auto(), limits=LIMITS,
+        weights=Regret(Layout.LAYER, 1.0, 1.0, 0.7),
+    )  # fmt: skip
+    assert choice.weights == Regret(Layout.TENSOR, 1.0, 1.0)
