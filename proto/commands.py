@@ -35,6 +35,13 @@ class Redirect(Command, frozen=True):
     port: int
 
 
+class LinkOptions(Struct, frozen=True):
+    """For tests: `no_peer` as between cards without peer access; `bytes_per_second` as over a link no faster."""
+
+    no_peer: bool = False
+    bytes_per_second: float | None = None
+
+
 class OpenLinks(Command, frozen=True):
     """All ranks have joined: meet the others. `hosts[r]` names rank r's host; where all are equal, memory is shared.
 
@@ -44,6 +51,7 @@ class OpenLinks(Command, frozen=True):
     group: str
     hosts: tuple[str, ...]
     start: int = 0  # how many groups this coordinator has had before
+    options: LinkOptions = LinkOptions()
 
 
 class ProbeMemory(Command, frozen=True):

@@ -95,7 +95,9 @@ def run(
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
     local = len(set(meeting.hosts)) == 1
     hooks = FaultHooks(faults, rank, meeting.start)
-    opening = open_links(rank, world_size, device, meeting.group, local=local, coordinator=channel.address)
+    opening = open_links(
+        rank, world_size, device, meeting.group, local=local, coordinator=channel.address, options=meeting.options
+    )
     with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
         while True:
