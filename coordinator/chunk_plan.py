@@ -11,7 +11,8 @@ from math import ceil, inf, sqrt
 from typing import TypeAlias
 
 from ..proto.errors import InputError
-from .chunk_search import Task, best_chunks, filled
+from .chunk_search import best_chunks
+from .chunk_task import Task, filled, longest_within
 from .cost_model import ChunkCost
 from .flow_shop import makespan_of_chunks
 
@@ -113,10 +114,20 @@ def plan_chunks(
     if plain is None:
         return _one_stage(tokens, cached, costs, limits, decode_seconds)
     if isinstance(rule, Auto) and costs:
-        return _auto(_task(tokens, cached, costs, limits, decode_seconds), plain)
+        return _auto(tokens, cached, costs, limits, decode_seconds, plain)
     missing = "costs not measured; " if isinstance(rule, Auto) else ""
     reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {plain} tokens over {stages} stages"
+    if costs and limits.token_gap_seconds < inf:
+        task = _task(tokens, cached, costs, limits, decode_seconds)
+        chunks = _repeat(tokens, min(plain, _within_bound(task)))
+        return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
     return ChunkPlan(_repeat(tokens, plain), reason, plain)
+
+
+def _within_bound(task: Task) -> int:
+    """Tokens of a chunk that keeps the latency bound wherever it lies; the last one lies deepest."""
+    fits = min(longest_within(cost, task.cached + task.tokens, task.longest_seconds) for cost in task.costs)
+    return max(int(fits) // task.grid * task.grid, task.grid) if fits < task.tokens else task.tokens
 
 
 def _measured_ratio(costs: Sequence[ChunkCost] | None) -> float:
@@ -156,8 +167,11 @@ def _fixed(tokens: int, sizes: Sequence[int], max_chunk: int) -> tuple[int, ...]
     return tuple(chunks) + _repeat(left, min(sizes[-1], max_chunk))
 
 
-def _auto(task: Task, plain: int) -> ChunkPlan:
+def _auto(
+    tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, decode_seconds: float, plain: int
+) -> ChunkPlan:
     """The best list that the search finds, and what the plain rule would have taken."""
+    task = _task(tokens, cached, costs, limits, decode_seconds)
     chunks, seconds = best_chunks(task)
     plain_list = _repeat(task.tokens, plain)
     plain_seconds = makespan_of_chunks(plain_list, task.cached, task.costs, task.decode_seconds)
@@ -168,7 +182,7 @@ def _auto(task: Task, plain: int) -> ChunkPlan:
         f"least time over {len(task.costs)} stages{beside}: {_count(chunks)}, "
         f"{seconds:.3g} s predicted (plain rule: {plain} tokens, {plain_seconds:.3g} s)"
     )
-    return ChunkPlan(chunks, reason + _told_bound(task), plain)
+    return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
 
 
 def _one_stage(
@@ -179,7 +193,7 @@ def _one_stage(
         task = _task(tokens, cached, costs, limits, decode_seconds)
         chunks = filled(task, costs, task.longest_seconds)
         if chunks is not None:
-            return ChunkPlan(chunks, f"one stage: {_count(chunks)}" + _told_bound(task), None)
+            return ChunkPlan(chunks, f"one stage: {_count(chunks)}" + _told_bound(task, limits), None)
     return ChunkPlan(_repeat(tokens, limits.max_chunk), "one stage: the largest chunk the buffers take", None)
 
 
@@ -202,10 +216,16 @@ def _task(
     return Task(tokens, cached, tuple(costs), grid, minimum, limits.max_chunk, decode_seconds, longest)
 
 
-def _told_bound(task: Task) -> str:
-    if task.longest_seconds == inf:
+def _told_bound(task: Task, limits: Limits) -> str:
+    if limits.token_gap_seconds == inf:
         return ""
-    return f"; no tick above {(task.longest_seconds + task.decode_seconds) * 1e3:.3g} ms"
+    kept = task.longest_seconds + task.decode_seconds
+    missed = (
+        f" ({limits.token_gap_seconds * 1e3:.3g} ms cannot be kept)"
+        if kept > limits.token_gap_seconds
+        else ""
+    )
+    return f"; no tick above {kept * 1e3:.3g} ms{missed}"
 
 
 def _count(chunks: Sequence[int]) -> str:
