@@ -141,6 +141,23 @@ KvTypeFlag = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+NoPeer = Annotated[
+    bool | None,
+    typer.Option(
+        "--no-peer",
+        help="For tests: GPUs do not reach into each other's memory, as cards without peer access cannot.",
+        rich_help_panel=GROUP,
+    ),
+]
+ThrottleLink = Annotated[
+    float | None,
+    typer.Option(
+        "--throttle-link",
+        metavar="GB/S",
+        help="For tests: what workers send each other takes as long as over a link of this speed.",
+        rich_help_panel=GROUP,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

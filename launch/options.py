@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..proto.commands import LinkOptions
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
@@ -44,6 +45,7 @@ class GroupSettings:
     tensor_shares: tuple[float, ...] | None
     compute_type: ComputeType | None
     kv_format: KvFormat | None
+    link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
 
 
@@ -58,7 +60,7 @@ class LayoutSettings:
 
 GROUP_FLAGS = (
     "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
-    "kv_type",
+    "kv_type", "no_peer", "throttle_link",
 )  # fmt: skip
 SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
 
@@ -79,6 +81,8 @@ def group_settings(
     tensor_share: str | None = None,
     compute_type: str | None = None,
     kv_type: str | None = None,
+    no_peer: bool | None = None,
+    throttle_link: float | None = None,
     measure: bool | None = None,
 ) -> GroupSettings:
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
@@ -93,6 +97,8 @@ def group_settings(
             "tensor_share": tensor_share,
             "compute_type": compute_type,
             "kv_type": kv_type,
+            "no_peer": no_peer,
+            "throttle_link": throttle_link,
             "measure": measure,
         }
     )
@@ -106,6 +112,7 @@ def group_settings(
         tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
+        link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
     )
 
@@ -177,6 +184,10 @@ def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, floa
             raise InputError(f"{flag} names token {token} twice")
         biases[token] = bias
     return tuple(biases.items())
+
+
+def _bytes_per_second(gigabytes: float | None) -> float | None:
+    return None if gigabytes is None else 1e9 * gigabytes
 
 
 def parse_seed(flag: str, seed: int) -> int:

@@ -106,8 +106,9 @@ def open_session(
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
     workers = gather or partial(
-        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
-    )
+        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads,
+        link_options=settings.link_options,
+    )  # fmt: skip
     with trace_file(trace_path) as trace, workers() as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})

@@ -67,6 +67,8 @@ GROUP_SETTINGS = (
     Setting("tensor_share", Text()),
     Setting("compute_type", Text(), "auto"),
     Setting("kv_type", Text(), "auto"),
+    Setting("no_peer", Switch(), False),
+    Setting("throttle_link", Number(0.001, 10_000.0)),
     Setting("verify_shift", Switch(), False),
     Setting("measure", Switch(), False),
 )
@@ -131,6 +133,9 @@ class Settings:
 
     def number(self, name: str) -> float:
         return self._typed(name, float)
+
+    def number_or_none(self, name: str) -> float | None:
+        return None if self.values[name].value is None else self._typed(name, float)
 
     def text(self, name: str) -> str:
         return self._typed(name, str)

@@ -51,6 +51,8 @@ def chat(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,

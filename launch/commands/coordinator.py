@@ -84,6 +84,8 @@ def coordinator(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
     trace: flags.TraceFile = None,
 ) -> None:
@@ -110,7 +112,7 @@ def coordinator(
     with ClientListener.bind(listen, keys) as listener:
         gather = partial(
             external_cluster, listener, workers=settings.workers, workers_address=workers_listen, keys=keys,
-            key_file=key_file, join_timeout_seconds=join_timeout,
+            key_file=key_file, join_timeout_seconds=join_timeout, link_options=settings.link_options,
         )  # fmt: skip
         _serve(opened, settings, layouts, context_tokens, parallel, listener, gather if external else None, trace)
 

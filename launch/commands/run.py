@@ -59,6 +59,8 @@ def run(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
     verify_shift: flags.VerifyShift = None,
     temperature: flags.Temperature = None,
