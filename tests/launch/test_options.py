@@ -89,5 +89,5 @@ def test_flags_for_tests_of_slow_links_reach_the_links(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1e9, float("nan")])
 def test_a_speed_that_no_link_has_is_refused(speed: float) -> None:
-    with pytest.raises(InputError, match="--throttle-link takes a number from 0.001 to 10000"):
+    with pytest.raises(InputError, match=r"--throttle-link takes a number from 0.001 to 10000"):
         group_settings(throttle_link=speed)
