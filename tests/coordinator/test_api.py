@@ -185,13 +185,16 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
         ({"text": "a", "sampling": Sampling(min_p=float("-inf"))}, "min_p"),
         ({"text": "a", "sampling": Sampling(top_k=-5)}, "top_k"),
         ({"text": "a", "sampling": Sampling(repetition_penalty=float("nan"))}, "repetition_penalty"),
+        ({"text": "a", "sampling": Sampling(presence_penalty=float("inf"))}, "presence_penalty"),
+        ({"text": "a", "sampling": Sampling(frequency_penalty=1e308)}, "frequency_penalty"),
+        ({"text": "a", "sampling": Sampling(logit_bias=((-1, 1.0),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(logit_bias=((10**6, 1.0),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(logit_bias=((1, float("nan")),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(seed=-1)}, "seed"),
         ({"text": "a", "sampling": Sampling(logprobs=-1)}, "logprobs"),
     ],
 )
-def test_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
+def test_f13_f34_f37_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
     request_fields: dict[str, object], message: str
 ) -> None:
     group = ApiGroup()
@@ -202,7 +205,7 @@ def test_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
 
 
 @pytest.mark.parametrize("length", [CONTEXT + 1, 100 * CONTEXT, 4_000_000])
-def test_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> None:
+def test_f35_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> None:
     group = ApiGroup()
     message = refused(group, Generate(1, text="a" * length, max_tokens=1), RefusalKind.DOES_NOT_FIT)
     assert str(CONTEXT) in message
@@ -210,7 +213,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> No
 
 
 @pytest.mark.parametrize("prompt", [{"text": ""}, {"ids": ()}])
-def test_an_empty_prompt_is_the_begin_of_text_token_alone(prompt: dict[str, object]) -> None:
+def test_f13_an_empty_prompt_is_the_begin_of_text_token_alone(prompt: dict[str, object]) -> None:
     group = ApiGroup()
     assert one(group, Generate(1, max_tokens=4, **prompt), Accepted).prompt_tokens == 1  # type: ignore[arg-type]
     finished = run(group)[-1][1]
@@ -219,7 +222,7 @@ def test_an_empty_prompt_is_the_begin_of_text_token_alone(prompt: dict[str, obje
 
 
 @pytest.mark.parametrize(("prompt", "written"), [(CONTEXT - 1, 2), (CONTEXT, 1)])
-def test_an_answer_ends_where_the_context_does(prompt: int, written: int) -> None:
+def test_f34_an_answer_ends_where_the_context_does(prompt: int, written: int) -> None:
     group = ApiGroup()
     one(group, Generate(1, text="a" * prompt), Accepted)
     finished = run(group)[-1][1]
@@ -228,7 +231,7 @@ def test_an_answer_ends_where_the_context_does(prompt: int, written: int) -> Non
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_small_limits_give_exactly_that_many_tokens(count: int) -> None:
+def test_f34_small_limits_give_exactly_that_many_tokens(count: int) -> None:
     group = ApiGroup()
     one(group, Generate(1, text="abc", max_tokens=count), Accepted)
     finished = run(group)[-1][1]
@@ -332,7 +335,7 @@ def test_a_full_queue_refuses_until_there_is_room() -> None:
     assert group.at_rest
 
 
-def test_when_the_group_ends_every_stream_fails_and_status_says_so() -> None:
+def test_f20_when_the_group_ends_every_stream_fails_and_status_says_so() -> None:
     group = ApiGroup()
     request = one(group, Generate(5, text="hello", max_tokens=50), Accepted).request
     one(group, AskStatus(1), StatusReported, BEN)

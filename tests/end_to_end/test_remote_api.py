@@ -222,7 +222,7 @@ def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["idle", "decode", "prefill"])
-def test_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
+def test_f20_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
     with process(coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4")) as (started, told):
         with gearshift.Client(address_in(told)) as client:
             pid = client.status().ranks[1].pid
@@ -249,7 +249,7 @@ def test_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
+def test_f20_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
     with (
         process(coordinator_words(tiny, "--workers", "2", "--context", "256")) as (started, told),
         gearshift.Client(address_in(told)) as client,
@@ -262,7 +262,7 @@ def test_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
         assert started.wait(15) == 3
 
 
-def test_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
+def test_f41_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         started = time.monotonic()
@@ -272,7 +272,7 @@ def test_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
         assert time.monotonic() - started < 10
 
 
-def test_coordinators_started_together_do_not_meet(tiny: Path) -> None:
+def test_f41_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     ends = threading.Semaphore(0)
     found: list[tuple[int, ...]] = []
 
@@ -294,7 +294,7 @@ def test_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_beyond_this_host_it_does_not_listen_without_keys(tiny: Path, tmp_path: Path) -> None:
+def test_f40_beyond_this_host_it_does_not_listen_without_keys(tiny: Path, tmp_path: Path) -> None:
     for listen in ("tcp://0.0.0.0:0", "tcp://[::]:0", "tcp://*:0"):
         assert "gearshift keys" in command("coordinator", tiny, "--listen", listen, exit_code=2).stderr
     command("keys", tmp_path / "group.key")

@@ -119,7 +119,7 @@ def test_workers_started_by_hand_serve_and_end_well(tiny: Path) -> None:
         assert [worker.wait(15) for worker, _ in workers] == [0, 0]
 
 
-def test_a_rank_that_is_missing_and_one_that_came_twice_are_named(tiny: Path) -> None:
+def test_f42_a_rank_that_is_missing_and_one_that_came_twice_are_named(tiny: Path) -> None:
     with ExitStack() as stack:
         coordinator, told = stack.enter_context(process(external_words(tiny, "--join-timeout", "10")))
         address, port = gathering(told), free_port()
@@ -139,7 +139,7 @@ def test_a_rank_that_is_missing_and_one_that_came_twice_are_named(tiny: Path) ->
         (2, ("--group", "another"), "belongs to another launch"),
     ],
 )
-def test_a_worker_of_another_group_is_refused(
+def test_f41_f42_a_worker_of_another_group_is_refused(
     tiny: Path, world_size: int, words: tuple[str, ...], says: str
 ) -> None:
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def test_a_worker_of_another_group_is_refused(
         assert says in told.text
 
 
-def test_a_rank_with_another_model_file_ends_the_group_by_name(
+def test_f42_a_rank_with_another_model_file_ends_the_group_by_name(
     tiny: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     changed = bytearray(tiny.read_bytes())
@@ -176,7 +176,7 @@ def test_a_rank_with_another_model_file_ends_the_group_by_name(
 
 
 @pytest.mark.parametrize("interface", ["eth99", "=^lo", "^lo"])
-def test_an_interface_that_is_not_there_is_named(tiny: Path, interface: str) -> None:
+def test_f42_an_interface_that_is_not_there_is_named(tiny: Path, interface: str) -> None:
     with ExitStack() as stack:
         coordinator, told = stack.enter_context(process(external_words(tiny)))
         address, port = gathering(told), free_port()
@@ -187,7 +187,7 @@ def test_an_interface_that_is_not_there_is_named(tiny: Path, interface: str) -> 
         assert f"rank 1: GLOO_SOCKET_IFNAME={interface} names no interface" in told.rest()
 
 
-def test_ranks_whose_hosts_differ_do_not_meet_over_loopback(tiny: Path) -> None:
+def test_f42_ranks_whose_hosts_differ_do_not_meet_over_loopback(tiny: Path) -> None:
     with ExitStack() as stack:
         coordinator, told = stack.enter_context(process(external_words(tiny)))
         address, port = gathering(told), free_port()

@@ -60,7 +60,7 @@ def test_logit_biases() -> None:
 
 
 @pytest.mark.parametrize("entry", ["abc=1", "5", "5=", "=1", "-1=2", "5=nan", "5=inf", "1.5=2"])
-def test_a_bad_logit_bias_names_its_flag(entry: str) -> None:
+def test_f37_a_bad_logit_bias_names_its_flag(entry: str) -> None:
     with pytest.raises(InputError, match="--logit-bias"):
         parse_logit_bias("--logit-bias", [entry])
 

@@ -28,7 +28,7 @@ def test_a_chosen_context_holds_prompt_and_answer_within_the_trained_length() ->
     assert choose_context(None, 60, 20, 64) == 64
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_counts() -> None:
+def test_f35_a_prompt_longer_than_the_context_is_refused_with_both_counts() -> None:
     with pytest.raises(DoesNotFitError, match=r"65 tokens, --context is 64"):
         choose_context(64, 65, 0, 8192)
     with pytest.raises(DoesNotFitError, match=r"9000 tokens.*8192"):
