@@ -43,6 +43,7 @@ from .clock_offsets import clock_offsets
 from .cluster import Group
 from .cost_measuring import Measurement, MeasuringPlan, joined, measuring_plan, shift_bytes_a_token
 from .cost_model import Costs
+from .cost_refinement import CostRefinement
 from .generation import (
     Event,
     FinishedEvent,
@@ -118,6 +119,7 @@ class Driver:
             pool,
         )
         self._costs: Costs | None = None
+        self._refinement: CostRefinement | None = None
         self._lengths = AnswerLengths()
         self._last_plan: RequestPlan | None = None
         self._kv_format: KvFormat | None = settings.kv_format
@@ -138,8 +140,13 @@ class Driver:
 
     @property
     def costs(self) -> Costs | None:
-        """What requests are planned with: measured here, or given."""
-        return self._costs
+        """What requests are planned with: measured or given, and corrected by what work really took."""
+        return self._costs if self._refinement is None else self._refinement.costs
+
+    @property
+    def work_observed(self) -> int:
+        """How often work of a known cost was timed since the costs were measured or given."""
+        return 0 if self._refinement is None else self._refinement.counted
 
     @property
     def idle(self) -> bool:
@@ -200,7 +207,7 @@ class Driver:
             self.bring_weights(Layout.LAYER)
         by_rank = tuple(joined(reports) for reports in zip(*answers, strict=True))
         found = Measurement(plan, self._placement, by_rank, self._shift_bytes())
-        self._costs = found.costs
+        self.use_costs(found.costs)
         return found
 
     def _weight_keeper(self, compute_type: ComputeType) -> WeightKeeper:
@@ -229,9 +236,10 @@ class Driver:
             if self._clock() > deadline:
                 raise WorkerLostError(f"weights did not arrive within {self._settings.answer_timeout_seconds:g} s")
 
-    def use_costs(self, costs: Costs) -> None:
-        """Plan with these costs from now on, as if they had been measured here."""
+    def use_costs(self, costs: Costs, refine: bool = True) -> None:
+        """Plan coming requests with these costs; `refine`: corrected by what real work takes."""
         self._costs = costs
+        self._refinement = CostRefinement(costs) if refine else None
 
     def memory(self) -> tuple[MemoryReported, ...]:
         """Each rank's memory now."""
@@ -283,7 +291,7 @@ class Driver:
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
             context_tokens=self._settings.context_tokens,
-            costs=self._costs,
+            costs=self.costs,
             limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
             weights=regret_now(self._scheduler.weights, self._costs, last, idle=self._scheduler.idle),
             running=self._scheduler.running,
@@ -338,6 +346,8 @@ class Driver:
         if not self._scheduler.late_ranks():
             self._progress_at = self._clock()  # nothing was due until now
         for command in self._scheduler.next_commands():
+            if self._refinement is not None and isinstance(command, RunTick):
+                self._refinement.tick_sent(command)
             traced = self._trace is not None and isinstance(command, RunTick)
             self._group.broadcast(replace(command, spans=True) if traced else command)
         self._note_events()
@@ -356,6 +366,8 @@ class Driver:
         match report:
             case TickFinished():
                 self._scheduler.tick_finished(report)
+                if self._refinement is not None:
+                    self._refinement.tick_finished(report)
             case ShiftPrepared():
                 self._scheduler.shift_prepared(report)
             case ShiftCommitted():

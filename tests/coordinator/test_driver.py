@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunk_plan import Auto, Fixed
 from gearshift.coordinator.driver import Driver, DriverSettings, generate
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity, window_targets
 from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
@@ -71,12 +71,12 @@ def test_a_load_without_progress_ends_with_the_absent_ranks() -> None:
 
 
 def test_costs_are_measured_in_both_layouts_and_used_by_the_policy() -> None:
-    driver, group = new_driver(2)
+    driver, _ = new_driver(2)
     driver.load()
     parts: list[str] = []
     costs = driver.measure_costs(on_part=parts.append).costs
     assert parts == [words for words, _ in driver.measuring_plan().commands()]
-    assert driver.costs is costs
+    assert driver.costs == costs
     assert costs.stages[0].per_chunk == pytest.approx(2e-3, rel=0.001)  # two of the four layers
     assert costs.decode_layer is not None
     assert costs.decode_tensor is not None
@@ -311,3 +311,31 @@ def test_rows_that_never_came_are_an_error_not_zeros() -> None:
     group._rows = lambda request, start, rows: whole(request, start, rows[1:])  # type: ignore[method-assign]
     with pytest.raises(RequestFailedError, match="rows of logits"):
         collect_logits(driver, PROMPT, 50, LAYER, TENSOR)
+
+
+def test_later_requests_are_planned_with_what_earlier_ones_took_and_queued_ones_as_they_were() -> None:
+    driver, _ = new_driver(2, max_open=1)
+    driver.load()
+    start = driver.measure_costs().costs
+    queued = asked(prompt=PROMPT * 2, chunk_rule=Auto(), max_tokens=1)
+    planned = driver.plan(queued).chunks
+    driver.submit(asked(prompt=PROMPT * 2, chunk_rule=Fixed((8,))))  # the group reports 1 s a chunk
+    waiting = driver.submit(queued)
+    finished: dict[int, GenerationResult] = {}
+    while not driver.idle:
+        finished |= {one.request: one.result for one in driver.step(0.0) if isinstance(one, FinishedEvent)}
+    assert driver.work_observed > 0
+    assert driver.costs is not None
+    assert driver.costs.stages[0].seconds(0, 8) > 20 * start.stages[0].seconds(0, 8)
+    assert driver.plan(queued).chunks != planned, "or this test shows nothing"
+    assert finished[waiting].prefill.chunks == planned
+
+
+def test_costs_given_by_the_user_stay_as_they_are() -> None:
+    driver, _ = new_driver(2)
+    driver.load()
+    given = driver.measure_costs().costs
+    driver.use_costs(given, refine=False)
+    list(generate(driver, asked(chunk_rule=Fixed((8,)))))
+    assert driver.costs is given
+    assert driver.work_observed == 0
