@@ -54,7 +54,7 @@ from .generation import (
     TokenEvent,
 )
 from .planning import GroupState, plan_request
-from .policy import journeys
+from .policy import Journey, journeys
 from .results import RequestTimes, build_result
 from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
 from .slots import SlotPool, slots_needed, zero_bundles
@@ -78,6 +78,7 @@ class DriverSettings:
     kv_format: KvFormat | None = None
     prefill: Layout | None = None
     decode: Layout | None = None
+    journeys: tuple[Journey, ...] | None = None  # (prefill, decode) pairs there is room for; None: all of these layouts
     parallel_requests: int = 1  # requests of full context whose KV fits at once
     max_open: int = 8
     lookahead_steps: int = 4
@@ -111,13 +112,10 @@ class Driver:
         self._group, self._spec, self._placement, self._settings = group, spec, placement, settings
         self._clock = clock
         self._slots_of_rank = _slots_of_rank(placement, settings)
-        pool = SlotPool(self._slots_of_rank, zero_bundles(placement))
-        self._scheduler = Scheduler(
-            SchedulerSettings(
-                group.ranks, settings.max_open, settings.lookahead_steps, kept_sequences=settings.kept_sequences
-            ),
-            pool,
-        )
+        self._scheduler = self._new_scheduler()
+        self._continuations = Continuations()
+        self._regroup: Callable[[GearshiftError], None] | None = None
+        self.restarts = 0
         self._costs: Costs | None = None
         self._refinement: CostRefinement | None = None
         self._lengths = AnswerLengths()
@@ -129,6 +127,14 @@ class Driver:
         self._answers: list[AnyReport] = []
         self._progress_at = clock()
         self._trace: Trace | None = None
+
+    def _new_scheduler(self) -> Scheduler:
+        chosen = self._settings
+        pool = SlotPool(self._slots_of_rank, zero_bundles(self._placement))
+        settings = SchedulerSettings(
+            self._group.ranks, chosen.max_open, chosen.lookahead_steps, kept_sequences=chosen.kept_sequences
+        )
+        return Scheduler(settings, pool)
 
     @property
     def spec(self) -> ModelSpec:
@@ -279,12 +285,15 @@ class Driver:
         if self._trace is not None:
             self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
+        self._begin(plan)
+        return plan.request_id
+
+    def _begin(self, plan: RequestPlan) -> None:
         self._last_plan = plan
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
-        return plan.request_id
 
-    def plan(self, request: GenerationRequest) -> RequestPlan:
+    def plan(self, request: GenerationRequest, request_id: RequestId | None = None) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
         last = self._last_plan.weights if self._last_plan is not None else None
         group = GroupState(
@@ -296,9 +305,10 @@ class Driver:
             weights=regret_now(self._scheduler.weights, self._costs, last, idle=self._scheduler.idle),
             running=self._scheduler.running,
             lengths=self._lengths,
+            journeys=journeys(self._group.ranks, None, None, self._settings.journeys),
         )
         kept = self._scheduler.kept_prefix(request.conversation, request.prompt)
-        return plan_request(RequestId(self._next_request), request, group, kept)
+        return plan_request(RequestId(self._next_request) if request_id is None else request_id, request, group, kept)
 
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
@@ -310,7 +320,7 @@ class Driver:
 
     def stop(self, request: RequestId, kept_tokens: int) -> None:
         """A stop string was found in the text: the answer ends with its first `kept_tokens` tokens."""
-        self._scheduler.stop(request, kept_tokens)
+        self._scheduler.stop(request, self._continuations.stop(request, kept_tokens))
 
     def step(self, timeout_seconds: float) -> list[Event]:
         """Send what can be sent, take what has come (waiting for the first report), and return what happened.
@@ -323,6 +333,52 @@ class Driver:
         self._check_progress()
         events, self._events = self._events, []
         return events
+
+    # Restarts
+
+    def restart_by(self, regroup: Callable[[GearshiftError], None]) -> None:
+        """`regroup` puts new workers in the place of lost ones, or raises the error it is given. After `load`."""
+        self._regroup = regroup
+
+    def restart(self, error: GearshiftError) -> None:
+        """Go on with a new group after `error` ended the last one: open requests are read again and written on.
+
+        Raises the error, or the one that ended the new group, where there is to be no other group. Costs stay as they
+        are known; what was kept of ended requests is gone.
+        """
+        self._note_events()
+        left = self._scheduler.sessions()
+        while True:
+            if self._regroup is None or error.exit_code != WorkerLostError.exit_code:
+                raise error
+            self._regroup(error)
+            try:
+                self._load_again()
+                break
+            except (WorkerLostError, WorkerFailedError) as next_error:
+                error = next_error
+        self.restarts += 1
+        for session in left:
+            self._go_on_with(session, str(error).partition("\n")[0])
+        self._note_events()
+
+    def _load_again(self) -> None:
+        self._answers.clear()
+        self._scheduler = self._new_scheduler()
+        loaded = self.load()
+        self._settings = replace(self._settings, compute_type=loaded.compute_type, kv_format=loaded.kv_format)
+
+    def _go_on_with(self, session: Session, cause: str) -> None:
+        """What the lost group had of a request: told where it had ended, else asked of the new group."""
+        if session.phase is not Phase.ENDED and not can_resume(session.plan.request):
+            session.error = f"the group was lost ({cause}), and what was asked cannot be gone on with"
+            session.end(FinishReason.ERROR)
+        times = self._times.pop(session.plan.request_id)
+        if session.phase is Phase.ENDED:
+            self._finish(session, times)
+            return
+        rest = self._continuations.after(session, build_result(session, times), cause)
+        self._begin(self.plan(rest, session.plan.request_id))
 
     def hash_kv(self, request: RequestId, tokens: int) -> dict[tuple[int, int], frozenset[str]]:
         """(layer, KV head) -> digests of the first `tokens` positions, in the request's present layout.
@@ -475,7 +531,7 @@ def generate(
 
 def _slots_of_rank(placement: Placement, settings: DriverSettings) -> tuple[int, ...]:
     blocks = block_count(settings.context_tokens)
-    open_journeys = journeys(placement.ranks, settings.prefill, settings.decode)
+    open_journeys = journeys(placement.ranks, settings.prefill, settings.decode, settings.journeys)
     one = slots_needed(blocks, placement.ranks, zero_bundles(placement), open_journeys)
     return tuple(slots * settings.parallel_requests for slots in one)
 

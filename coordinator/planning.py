@@ -10,7 +10,7 @@ from .chunk_plan import Limits
 from .cost_model import Costs
 from .forecast import Running, Task
 from .generation import GenerationRequest, KeptPrefix, RequestPlan
-from .policy import Choice, choose, told_forecasts, worth_keeping
+from .policy import Choice, Journey, choose, told_forecasts, worth_keeping
 from .regret import Regret
 
 REPORTED_LOGIT_BYTES = 64 << 20  # of one chunk: they travel in one message
@@ -28,6 +28,7 @@ class GroupState:
     running: Running = Running()  # noqa: RUF009 (frozen)
     lengths: AnswerLengths = AnswerLengths()  # noqa: RUF009 (frozen)
     weights: Regret | None = None  # where they lie, if those of one layout must move for the other
+    journeys: tuple[Journey, ...] | None = None  # that there is room for; None: all
 
 
 def plan_request(
@@ -74,6 +75,7 @@ def _plan(
         rule=request.chunk_rule,
         limits=limits,
         weights=group.weights,
+        allowed=group.journeys,
     )
     plan = RequestPlan(
         request_id=request_id,

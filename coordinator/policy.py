@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 
+from ..proto.errors import LayoutRefusedError
 from ..proto.generation_result import JourneyForecast
 from ..proto.ids import Layout
 from .chunk_plan import ChunkPlan, ChunkRule, Limits
@@ -32,11 +33,23 @@ class Choice:
         return {journey: forecast.seconds for journey, forecast in self.forecasts.items()}
 
 
-def journeys(ranks: int, prefill: Layout | None, decode: Layout | None) -> tuple[Journey, ...]:
-    """The (prefill, decode) pairs that are open. None: free to choose. One rank knows the layer layout alone."""
+def journeys(
+    ranks: int, prefill: Layout | None, decode: Layout | None, allowed: Sequence[Journey] | None = None
+) -> tuple[Journey, ...]:
+    """The (prefill, decode) pairs that are open. None: free to choose. One rank knows the layer layout alone.
+
+    `allowed`: those that the group has room for. Raises `LayoutRefusedError` where that leaves none.
+    """
     if ranks == 1:
         return ((Layout.LAYER, Layout.LAYER),)
-    return tuple(product([prefill] if prefill else list(Layout), [decode] if decode else list(Layout)))
+    found = tuple(product([prefill] if prefill else list(Layout), [decode] if decode else list(Layout)))
+    if allowed is None:
+        return found
+    open_ones = tuple(journey for journey in found if journey in allowed)
+    if not open_ones:
+        told = ", ".join(f"{first}->{second}" for first, second in allowed)
+        raise LayoutRefusedError(f"this group has memory for {told} alone, not for {found[0][0]}->{found[0][1]}")
+    return open_ones
 
 
 def choose(
@@ -49,13 +62,14 @@ def choose(
     rule: ChunkRule,
     limits: Limits,
     weights: Regret | None = None,
+    allowed: Sequence[Journey] | None = None,
 ) -> Choice:
     """The fastest journey within what was asked for, and the chunks its prompt is read in.
 
     A kept prefix is not read again, but has to be moved where its layout is not that of the prefill. Where `weights`
     migrate, moves are priced, and the regret rule decides instead of the least time of this one request.
     """
-    open_journeys = journeys(ranks, forced_prefill, forced_decode)
+    open_journeys = journeys(ranks, forced_prefill, forced_decode, allowed)
     if len(open_journeys) == 1 or costs is None:
         journey, reason = _without_comparing(task, open_journeys, ranks, forced_prefill, forced_decode)
         plan = chunk_plans(task, costs, ranks, rule, limits, journey[:1])[journey[0]]
@@ -105,10 +119,11 @@ def _without_comparing(
     if ranks == 1:
         return open_journeys[0], "one worker: nothing to split"
     if len(open_journeys) == 1:
-        return open_journeys[0], "asked for"
+        asked = forced_prefill is not None and forced_decode is not None
+        return open_journeys[0], "asked for" if asked else "the only layouts that there is memory for"
     usual = task.kept.layout if task.kept is not None else Layout.LAYER
     journey = forced_prefill or usual, forced_decode or Layout.TENSOR
-    return journey, "costs not measured: the usual layouts"
+    return journey if journey in open_journeys else open_journeys[0], "costs not measured: the usual layouts"
 
 
 def _by_regret(found: Mapping[Journey, Forecast], weights: Regret) -> tuple[Journey, Regret]:

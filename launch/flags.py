@@ -158,6 +158,24 @@ ThrottleLink = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="SIZE",
+        help="Memory left free on each device: 256M, 1G. Left out: 256M, 768M on a card with a display.",
+        rich_help_panel=GROUP,
+    ),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE,..",
+        help="Most memory each worker may hold: 8G for all, or 8G,6G for each.",
+        rich_help_panel=GROUP,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

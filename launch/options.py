@@ -3,6 +3,7 @@
 A flag that is None was not given: environment, config file, model file and built-in values follow.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AUTO = "auto"
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?)?", re.IGNORECASE)
+SIZE_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Device(StrEnum):
@@ -45,6 +48,8 @@ class GroupSettings:
     tensor_shares: tuple[float, ...] | None
     compute_type: ComputeType | None
     kv_format: KvFormat | None
+    reserve_bytes: int | None = None  # of each device's memory
+    memory_limits: tuple[int, ...] | None = None  # bytes; one for all workers, or one for each
     link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
 
@@ -60,7 +65,7 @@ class LayoutSettings:
 
 GROUP_FLAGS = (
     "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
-    "kv_type", "no_peer", "throttle_link",
+    "kv_type", "reserve", "memory_limit", "no_peer", "throttle_link",
 )  # fmt: skip
 SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
 
@@ -81,6 +86,8 @@ def group_settings(
     tensor_share: str | None = None,
     compute_type: str | None = None,
     kv_type: str | None = None,
+    reserve: str | None = None,
+    memory_limit: str | None = None,
     no_peer: bool | None = None,
     throttle_link: float | None = None,
     measure: bool | None = None,
@@ -97,6 +104,8 @@ def group_settings(
             "tensor_share": tensor_share,
             "compute_type": compute_type,
             "kv_type": kv_type,
+            "reserve": reserve,
+            "memory_limit": memory_limit,
             "no_peer": no_peer,
             "throttle_link": throttle_link,
             "measure": measure,
@@ -112,6 +121,8 @@ def group_settings(
         tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
+        reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
+        memory_limits=parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit")),
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
     )
@@ -169,6 +180,16 @@ def parse_shares(flag: str, text: str | None) -> tuple[float, ...] | None:
     return None if text is None else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
 
 
+def parse_sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """`8G` or `8G,6.5G`, in bytes."""
+    return None if text is None else tuple(_size(flag, word) for word in text.split(","))
+
+
+def parse_size(flag: str, text: str | None) -> int | None:
+    """`256M`, `1.5G`, `0`, in bytes; units are powers of 1,024."""
+    return None if text is None else _size(flag, text)
+
+
 def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """`ID=BIAS`, any number of times; a token named twice is an error."""
     biases: dict[int, float] = {}
@@ -206,6 +227,16 @@ def _choice(flag: str, text: str, choices: tuple[T, ...]) -> T:
         if text == choice:
             return choice
     raise InputError(f"{flag} takes one of {', '.join(map(str, choices))}, not {text!r}")
+
+
+def _size(flag: str, text: str) -> int:
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{flag} takes sizes with a unit, as in 512M or 7.5G, not {text.strip()!r}")
+    number, unit = found.groups()
+    if unit is None and float(number):
+        raise InputError(f"{flag} {number}: which unit? 512M and 7.5G have one")
+    return int(float(number) * SIZE_UNITS[(unit or "k").lower()])
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], wanted: str) -> tuple[T, ...]:

@@ -8,7 +8,9 @@ from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
 from ..coordinator.cluster import Cluster
+from ..coordinator.device_memory import probe_memory
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
+from ..coordinator.fit_choice import ContextWish, Fit
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
@@ -17,10 +19,10 @@ from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.model import ModelSpec
-from ..proto.placement.cuts import place
 from ..proto.placement.plan import Placement
 from .console import load_progress, note, warn
 from .cost_cache import settle_costs
+from .fitting import GroupPlan, fit_group
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
@@ -29,7 +31,7 @@ from .trace_file import trace_file
 USUAL_CONTEXT_TOKENS = (
     4096  # where the user names none: trained lengths of 128K would reserve gigabytes of KV
 )
-USUAL_MAX_CHUNK_TOKENS = 2048
+LEAST_CONTEXT_TOKENS = 512  # a group with less is not started, unless it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,11 @@ def open_model(model: str) -> Opened:
     return Opened(files, spec, tokenizer)
 
 
-def choose_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> int:
-    """Tokens of context for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
+def wish_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> ContextWish:
+    """The context wanted for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
 
-    What was asked for is taken as it is; the answer ends where the context does.
+    What was asked for is taken as it is; the answer ends where the context does. Else the memory may allow less, down
+    to the prompt and a token.
     """
     if asked is not None and asked > trained:
         warn(f"--context {asked} is longer than the {trained} tokens this model was trained for")
@@ -75,8 +78,9 @@ def choose_context(asked: int | None, prompt: int, answer: int | None, trained: 
         kind = "--context" if asked else "the length this model was trained for"
         raise DoesNotFitError(f"the prompt has {prompt} tokens, {kind} is {limit}")
     if asked is not None:
-        return asked
-    return min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
+        return ContextWish(asked, asked=True)
+    usual = min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
+    return ContextWish(usual, asked=False, needed=min(usual, max(prompt + 1, LEAST_CONTEXT_TOKENS)))
 
 
 @contextmanager
@@ -84,7 +88,7 @@ def open_session(
     opened: Opened,
     settings: GroupSettings,
     layouts: LayoutSettings,
-    context_tokens: int,
+    context: int | ContextWish,
     *,
     parallel_requests: int = 1,
     gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
@@ -95,14 +99,10 @@ def open_session(
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
     started elsewhere instead. Where there is a `trace_path`, requests are traced there.
     """
-    spec = build_spec(opened.files, context_tokens)
-    placement = place(
-        spec,
-        settings.workers,
-        layer_cuts=settings.layer_split,
-        layer_shares=settings.layer_shares,
-        tensor_shares=settings.tensor_shares,
-    )
+    wish = ContextWish(context, asked=True) if isinstance(context, int) else context
+    spec = build_spec(opened.files, wish.tokens)
+    plan = GroupPlan(spec, settings, layouts, parallel_requests)
+    placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
     workers = gather or partial(
@@ -113,18 +113,25 @@ def open_session(
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
+        device_kind = "cpu" if devices == ["cpu"] else "cuda"
+        found = fit_group(plan, placement, probe_memory(cluster, cluster.hellos), device_kind, wish)
+        fit, placement = found.fit, found.fit.case.placement
+        _tell_fit(fit)
+        context_tokens = fit.context_tokens
+        spec = build_spec(opened.files, context_tokens)
         driver = Driver(
             cluster,
             spec,
             placement,
             DriverSettings(
                 context_tokens=context_tokens,
-                max_chunk_tokens=min(context_tokens, settings.max_chunk_tokens or USUAL_MAX_CHUNK_TOKENS),
-                device="cpu" if devices == ["cpu"] else "cuda",
-                compute_type=settings.compute_type,
+                max_chunk_tokens=min(context_tokens, fit.case.max_chunk_tokens),
+                device=device_kind,
+                compute_type=found.compute_type,
                 kv_format=settings.kv_format,
                 prefill=layouts.prefill,
                 decode=layouts.decode,
+                journeys=fit.case.journeys,
                 parallel_requests=parallel_requests,
             ),
         )
@@ -136,6 +143,13 @@ def open_session(
         if trace is not None:
             driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster, trace)
+
+
+def _tell_fit(fit: Fit) -> None:
+    for warning in fit.warnings:
+        warn(warning)
+    for text in fit.notes:
+        note(text)
 
 
 def _told_devices(devices: Sequence[str]) -> str:

@@ -51,6 +51,8 @@ def chat(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
@@ -78,7 +80,7 @@ def chat(
     from ..chat_backend import LocalChat
     from ..chat_loop import HELP, converse
     from ..chat_terminal import ChatTerminal
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     stops, options = parse_stops(stop), parse_template_options(template_option or ())
     first = first_messages(system, messages)
@@ -110,8 +112,8 @@ def chat(
     with open_format(opened, template) as chat_format:
         first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
         asked = current_settings({"context": context}).whole_number_or_none("context")
-        context_tokens = choose_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
-        with open_session(opened, settings, layouts, context_tokens, trace_path=trace) as session:
+        context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
+        with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
             for warning in sampling.warnings:
                 warn(warning)
             note(sampling.told)
@@ -124,7 +126,7 @@ def chat(
                 stops=stops,
                 max_tokens=max_tokens,
                 stop_tokens=opened.tokenizer.end_of_generation,
-                context_tokens=context_tokens,
+                context_tokens=session.driver.settings.context_tokens,
             )
             terminal = ChatTerminal()
             terminal.tell(HELP)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ...coordinator.api.service import ChatPrompter, Service
     from ...coordinator.cluster import Cluster
+    from ...coordinator.fit_choice import ContextWish
     from ...proto.channel import ClientListener
     from ..options import GroupSettings, LayoutSettings
     from ..session_setup import Opened, Session
@@ -84,6 +85,8 @@ def coordinator(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
@@ -98,7 +101,7 @@ def coordinator(
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
     from ..external import external_cluster
-    from ..session_setup import choose_context, open_model
+    from ..session_setup import open_model, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings(prefill, decode, chunk)
@@ -107,21 +110,21 @@ def coordinator(
     keys = None if key_file is None else read_keys(Path(key_file))
     opened = open_model(model)
     asked = current_settings({"context": context}).whole_number_or_none("context")
-    context_tokens = choose_context(asked, 1, None, opened.spec.trained_context)
+    context_wish = wish_context(asked, 1, None, opened.spec.trained_context)
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
         gather = partial(
             external_cluster, listener, workers=settings.workers, workers_address=workers_listen, keys=keys,
             key_file=key_file, join_timeout_seconds=join_timeout, link_options=settings.link_options,
         )  # fmt: skip
-        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather if external else None, trace)
+        _serve(opened, settings, layouts, context_wish, parallel, listener, gather if external else None, trace)
 
 
 def _serve(
     opened: "Opened",
     settings: "GroupSettings",
     layouts: "LayoutSettings",
-    context_tokens: int,
+    context_wish: "ContextWish",
     parallel: int,
     listener: "ClientListener",
     gather: "Callable[..., AbstractContextManager[Cluster]] | None",
@@ -133,7 +136,7 @@ def _serve(
     from ...coordinator.api.server import Server
     from ..session_setup import open_session
 
-    early = EarlyCalls(opened.spec.name, __version__, context_tokens, (layouts.prefill, layouts.decode))
+    early = EarlyCalls(opened.spec.name, __version__, context_wish.tokens, (layouts.prefill, layouts.decode))
     with Reception(listener, early) as reception, ExitStack() as stack:
         if gather is None:
             reception.open(None)
@@ -141,7 +144,7 @@ def _serve(
         chat = _chat(opened, stack)
         session = stack.enter_context(
             open_session(
-                opened, settings, layouts, context_tokens, parallel_requests=parallel, trace_path=trace,
+                opened, settings, layouts, context_wish, parallel_requests=parallel, trace_path=trace,
                 gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip

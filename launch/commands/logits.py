@@ -48,6 +48,8 @@ def logits(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
 ) -> None:
@@ -57,7 +59,7 @@ def logits(
 
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
@@ -70,8 +72,8 @@ def logits(
             f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {tokens_file}"
         )
     chosen = current_settings({"context": context})
-    context_tokens = choose_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
-    with open_session(opened, settings, layouts, context_tokens) as session:
+    context_wish = wish_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
+    with open_session(opened, settings, layouts, context_wish) as session:
         rows, result = collect_logits(
             session.driver,
             tokens,

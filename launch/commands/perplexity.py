@@ -44,6 +44,8 @@ def perplexity(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     as_json: flags.Json = False,

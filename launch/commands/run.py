@@ -59,6 +59,8 @@ def run(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
@@ -88,7 +90,7 @@ def run(
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream, parse_stops
     from ...proto.sampling import validate
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
@@ -126,7 +128,7 @@ def run(
     else:
         tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     chosen = current_settings({"context": context, "verify_shift": verify_shift})
-    context_tokens = choose_context(
+    context_wish = wish_context(
         chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
     )
     request = GenerationRequest(
@@ -140,7 +142,7 @@ def run(
         verify_shift=chosen.switch("verify_shift"),
     )
     stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
-    with open_session(opened, settings, layouts, context_tokens, trace_path=trace) as session:
+    with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
         for warning in sampling.warnings:
             warn(warning)
         note(sampling.told)
