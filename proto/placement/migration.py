@@ -18,6 +18,7 @@ GROUP_BYTES = {  # that a rank receives at once: enough for the links' speed, li
     memory.Holding.PLANES: 128 << 20,
     memory.Holding.FILE: 128 << 20,
 }
+LEAST_GROUPS = 8  # where there are as many layers: so little of what moves is held twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def migration(spec: ModelSpec, placement: Placement, to: Layout, holding: memory
         groups = tuple(_group(spec, placement, to, layers, holding) for layers in _runs(placement, group_count))
         ranks = range(placement.ranks)
         most = max((group.most_bytes(rank) for group in groups for rank in ranks), default=0)
-        if most <= GROUP_BYTES[holding]:
+        whole = max(sum(group.most_bytes(rank) for group in groups) for rank in ranks)
+        if most <= min(GROUP_BYTES[holding], whole // LEAST_GROUPS):
             break
     return Migration(to, placement.ranks, groups)
 
