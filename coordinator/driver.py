@@ -112,10 +112,13 @@ class Driver:
         self._group, self._spec, self._placement, self._settings = group, spec, placement, settings
         self._clock = clock
         self._slots_of_rank = _slots_of_rank(placement, settings)
-        self._scheduler = self._new_scheduler()
-        self._continuations = Continuations()
-        self._regroup: Callable[[GearshiftError], None] | None = None
-        self.restarts = 0
+        pool = SlotPool(self._slots_of_rank, zero_bundles(placement))
+        self._scheduler = Scheduler(
+            SchedulerSettings(
+                group.ranks, settings.max_open, settings.lookahead_steps, kept_sequences=settings.kept_sequences
+            ),
+            pool,
+        )
         self._costs: Costs | None = None
         self._refinement: CostRefinement | None = None
         self._lengths = AnswerLengths()
@@ -127,14 +130,6 @@ class Driver:
         self._answers: list[AnyReport] = []
         self._progress_at = clock()
         self._trace: Trace | None = None
-
-    def _new_scheduler(self) -> Scheduler:
-        chosen = self._settings
-        pool = SlotPool(self._slots_of_rank, zero_bundles(self._placement))
-        settings = SchedulerSettings(
-            self._group.ranks, chosen.max_open, chosen.lookahead_steps, kept_sequences=chosen.kept_sequences
-        )
-        return Scheduler(settings, pool)
 
     @property
     def spec(self) -> ModelSpec:
@@ -285,15 +280,12 @@ class Driver:
         if self._trace is not None:
             self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
-        self._begin(plan)
-        return plan.request_id
-
-    def _begin(self, plan: RequestPlan) -> None:
         self._last_plan = plan
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
+        return plan.request_id
 
-    def plan(self, request: GenerationRequest, request_id: RequestId | None = None) -> RequestPlan:
+    def plan(self, request: GenerationRequest) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
         last = self._last_plan.weights if self._last_plan is not None else None
         group = GroupState(
@@ -308,7 +300,7 @@ class Driver:
             journeys=journeys(self._group.ranks, None, None, self._settings.journeys),
         )
         kept = self._scheduler.kept_prefix(request.conversation, request.prompt)
-        return plan_request(RequestId(self._next_request) if request_id is None else request_id, request, group, kept)
+        return plan_request(RequestId(self._next_request), request, group, kept)
 
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
@@ -320,7 +312,7 @@ class Driver:
 
     def stop(self, request: RequestId, kept_tokens: int) -> None:
         """A stop string was found in the text: the answer ends with its first `kept_tokens` tokens."""
-        self._scheduler.stop(request, self._continuations.stop(request, kept_tokens))
+        self._scheduler.stop(request, kept_tokens)
 
     def step(self, timeout_seconds: float) -> list[Event]:
         """Send what can be sent, take what has come (waiting for the first report), and return what happened.
@@ -333,52 +325,6 @@ class Driver:
         self._check_progress()
         events, self._events = self._events, []
         return events
-
-    # Restarts
-
-    def restart_by(self, regroup: Callable[[GearshiftError], None]) -> None:
-        """`regroup` puts new workers in the place of lost ones, or raises the error it is given. After `load`."""
-        self._regroup = regroup
-
-    def restart(self, error: GearshiftError) -> None:
-        """Go on with a new group after `error` ended the last one: open requests are read again and written on.
-
-        Raises the error, or the one that ended the new group, where there is to be no other group. Costs stay as they
-        are known; what was kept of ended requests is gone.
-        """
-        self._note_events()
-        left = self._scheduler.sessions()
-        while True:
-            if self._regroup is None or error.exit_code != WorkerLostError.exit_code:
-                raise error
-            self._regroup(error)
-            try:
-                self._load_again()
-                break
-            except (WorkerLostError, WorkerFailedError) as next_error:
-                error = next_error
-        self.restarts += 1
-        for session in left:
-            self._go_on_with(session, str(error).partition("\n")[0])
-        self._note_events()
-
-    def _load_again(self) -> None:
-        self._answers.clear()
-        self._scheduler = self._new_scheduler()
-        loaded = self.load()
-        self._settings = replace(self._settings, compute_type=loaded.compute_type, kv_format=loaded.kv_format)
-
-    def _go_on_with(self, session: Session, cause: str) -> None:
-        """What the lost group had of a request: told where it had ended, else asked of the new group."""
-        if session.phase is not Phase.ENDED and not can_resume(session.plan.request):
-            session.error = f"the group was lost ({cause}), and what was asked cannot be gone on with"
-            session.end(FinishReason.ERROR)
-        times = self._times.pop(session.plan.request_id)
-        if session.phase is Phase.ENDED:
-            self._finish(session, times)
-            return
-        rest = self._continuations.after(session, build_result(session, times), cause)
-        self._begin(self.plan(rest, session.plan.request_id))
 
     def hash_kv(self, request: RequestId, tokens: int) -> dict[tuple[int, int], frozenset[str]]:
         """(layer, KV head) -> digests of the first `tokens` positions, in the request's present layout.
