@@ -21,7 +21,6 @@ from ..proto.placement.plan import Placement
 from .console import note
 from .user_folders import costs_folder
 
-# Of the environment, what changes how fast ranks compute or reach each other.
 SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "OMP_NUM_THREADS")
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
@@ -55,11 +54,6 @@ def cost_facts(
 ) -> Facts:
     """All that costs depend on: where any of it differs they are measured anew."""
     hellos = cluster.hellos
-    speed = {
-        name: value
-        for name, value in sorted(environment.items())
-        if name in SPEED_VARIABLES or name.startswith(SPEED_PREFIXES)
-    }
     facts = {
         "model": spec.name,
         "files": [file.fingerprint for file in spec.files],
@@ -72,12 +66,25 @@ def cost_facts(
         "protocol": PROTOCOL_VERSION,
         "compute_type": loaded.compute_type,
         "kv_type": [loaded.kv_format.key, loaded.kv_format.value],
-        "placement": _digest(msgspec.to_builtins(placement)),
-        "environment": speed,
+        "placement": placement_digest(placement),
+        "environment": speed_variables(environment),
         "points": msgspec.to_builtins(points),
     }
     plain: Facts = json.loads(json.dumps(facts))  # as they come back from a file
     return plain
+
+
+def speed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of the environment that change how fast ranks compute or reach each other."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in SPEED_VARIABLES or name.startswith(SPEED_PREFIXES)
+    }
+
+
+def placement_digest(placement: Placement) -> str:
+    return _digest(msgspec.to_builtins(placement))
 
 
 def cost_path(facts: Facts) -> Path:

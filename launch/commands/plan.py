@@ -110,7 +110,7 @@ def plan(
     if model is not None:
         asked = current_settings({"context": context}).whole_number_or_none("context")
         file = None if costs is None else Path(costs)
-        found = costs_of_model(model, settings, layouts, prompt_tokens, answer, asked, file)
+        found = costs_of_model(model, settings, layouts, (prompt_tokens, answer), asked, file)
     elif costs is not None:
         found = costs_of_file(Path(costs), workers, max_chunk)
     else:
