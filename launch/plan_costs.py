@@ -11,7 +11,9 @@ from ..coordinator.chunk_plan import Limits
 from ..coordinator.cost_files import CostFile, read_cost_file
 from ..coordinator.cost_model import Costs
 from ..proto.codec import PROTOCOL_VERSION
+from ..proto.commands import LinkOptions
 from ..proto.errors import DoesNotFitError, InputError
+from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from .cost_cache import placement_digest, speed_variables
 from .options import Device, GroupSettings, LayoutSettings
@@ -73,7 +75,7 @@ def costs_of_model(
     told, file = "", None
     if costs_file is not None:
         told, file = str(costs_file), read_cost_file(costs_file)
-    elif (kept := kept_costs(opened, settings)) is not None:
+    elif not settings.measure and (kept := kept_costs(opened.spec, settings)) is not None:
         told, file = f"measured earlier on this machine ({kept[0]})", kept[1]
     if file is None:
         told, file = "measured now", _measured_now(opened, settings, layouts, context)
@@ -83,13 +85,14 @@ def costs_of_model(
 
 
 def kept_costs(
-    opened: Opened, settings: GroupSettings, environment: Mapping[str, str] = os.environ
+    spec: ModelSpec, settings: GroupSettings, environment: Mapping[str, str] = os.environ
 ) -> tuple[Path, CostFile] | None:
     """What was measured with this model, as many workers and the same settings on this machine, the newest first.
 
-    Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
+    Nothing is found for links that were asked to be slow. Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
     """
-    spec = opened.spec
+    if settings.link_options != LinkOptions():
+        return None
     wanted = {
         "files": [file.fingerprint for file in spec.files],
         "hosts": [socket.gethostname()] * settings.workers,

@@ -91,6 +91,9 @@ def plan(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
+    measure: flags.Measure = None,
     as_json: flags.Json = False,
 ) -> None:
     """Compare the four pairs of layouts for a prompt and an answer: times, the choice and why, chunks, who works when.
@@ -104,7 +107,8 @@ def plan(
     from ..plan_costs import costs_of_file, costs_of_model
     from ..plan_report import plan_json, show_plan
 
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    given = [name for name in (*GROUP_FLAGS, "measure") if name in arguments]
+    settings = group_settings(**flags_named(given, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     answer = output_tokens or AnswerLengths().expected_tokens
     if model is not None:
