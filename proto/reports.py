@@ -31,6 +31,7 @@ class Hello(Report, frozen=True):
     host_identity: str = ""  # equal for ranks that share memory and a network; "" is taken as `host`
     free_bytes: int = 0  # of the device's memory, before this process took any of a card's; 0: not known
     display: bool = False  # the card drives a display
+    pace: str = ""  # what its speed depends on beside the device: ranks alike in both are taken to be equally fast
 
 
 class Heartbeat(Report, frozen=True):

@@ -9,6 +9,7 @@ Off unless GEARSHIFT_FAULT is set. It holds faults with semicolons between them,
     die rank=1 shift=1                rank 1 kills itself (SIGKILL) as its 1st shift is prepared
     die rank=1 tick=40                ... as tick 40 begins
     hang rank=0 tick=3                rank 0 stops for ever as tick 3 begins
+    slow rank=1 percent=250           rank 1 computes as a device 2.5 times slower would, on the CPU
     corrupt-pair source=0 target=1    what rank 0 sends rank 1 in the start-up check arrives changed
 
 Shifts are counted from 1 on each rank, in the order they are prepared; ticks from 0. `start=N` says in which group of
@@ -77,13 +78,24 @@ class HangAtTick:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRank:
+    """`percent` of the time that its products would take, 100 or more."""
+
+    rank: int
+    percent: int
+    start: int = ANY
+
+
+@dataclass(frozen=True, slots=True)
 class CorruptPair:
     source: int
     target: int
     start: int = 0
 
 
-Fault: TypeAlias = DeclineShift | ExhaustMemory | CorruptMoves | DieAtShift | DieAtTick | HangAtTick | CorruptPair
+Fault: TypeAlias = (
+    DeclineShift | ExhaustMemory | CorruptMoves | DieAtShift | DieAtTick | HangAtTick | SlowRank | CorruptPair
+)
 
 _KINDS: dict[str, tuple[type[Fault], ...]] = {
     "decline": (DeclineShift,),
@@ -91,6 +103,7 @@ _KINDS: dict[str, tuple[type[Fault], ...]] = {
     "corrupt": (CorruptMoves,),
     "die": (DieAtShift, DieAtTick),
     "hang": (HangAtTick,),
+    "slow": (SlowRank,),
     "corrupt-pair": (CorruptPair,),
 }
 
@@ -146,6 +159,12 @@ class FaultHooks:
         """Whether what this rank sends in the start-up check is to arrive changed."""
         return (source, target) in self._pairs
 
+    @property
+    def slowness(self) -> float:
+        """How many times as long this rank's products are to take; 1.0: as long as they do."""
+        percents = [fault.percent for fault in self._faults if isinstance(fault, SlowRank)]
+        return max(100, *percents, 100) / 100
+
     def shift_prepares(self, request: RequestId) -> str | None:
         """A reason to decline; None: go on. Raises `MemoryError` where memory is to be short."""
         if not self._faults:
@@ -162,7 +181,7 @@ class FaultHooks:
                     _die()
                 case DeclineShift() | ExhaustMemory() | DieAtShift():
                     continue
-                case CorruptMoves() | DieAtTick() | HangAtTick() | CorruptPair():
+                case CorruptMoves() | DieAtTick() | HangAtTick() | SlowRank() | CorruptPair():
                     continue
                 case _:
                     assert_never(fault)

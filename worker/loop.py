@@ -63,6 +63,7 @@ from .memory import (
     usable_bytes,
 )
 from .model.decoder import Decoder
+from .model.slowed_decoder import SlowedDecoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
 from .shift import Shifter
@@ -294,6 +295,10 @@ def load_model(
         )  # fmt: skip
         decoder: Decoder = parts.decoder
         steps, embed = parts.steps, parts.decoder.embed
+    elif faults.slowness > 1.0:
+        decoder = SlowedDecoder(
+            spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, faults.slowness
+        )
     else:
         decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
     sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
