@@ -10,19 +10,24 @@ from .. import __version__
 from ..coordinator.chunk_plan import Limits
 from ..coordinator.cost_files import CostFile, read_cost_file
 from ..coordinator.cost_model import Costs
+from ..coordinator.fit_choice import with_usual_chunk
+from ..coordinator.model_spec import build_spec
 from ..proto.codec import PROTOCOL_VERSION
 from ..proto.commands import LinkOptions
-from ..proto.errors import DoesNotFitError, InputError
+from ..proto.errors import InputError
+from ..proto.ids import ComputeType
 from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
+from ..proto.placement.plan import Placement
 from .cost_cache import placement_digest, speed_variables
+from .fit_check import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
+from .fitting import GroupPlan
 from .options import Device, GroupSettings, LayoutSettings
 from .plan_report import PhaseBytes
-from .session_setup import Opened, open_model, open_session
+from .session_setup import check_kv_format, open_model, open_session, wish_context
 from .user_folders import costs_folder
 
 CPU = "cpu"
-USUAL_CONTEXT_TOKENS = 4096
 USUAL_MAX_CHUNK_TOKENS = 2048
 
 
@@ -71,17 +76,46 @@ def costs_of_model(
     `tokens`: of the prompt and the answer.
     """
     opened = open_model(model)
-    context = _context(context_tokens, tokens, opened.spec.trained_context)
-    told, file = "", None
+    wish = wish_context(context_tokens, *tokens, opened.spec.trained_context)
+    plan = GroupPlan(build_spec(opened.files, wish.tokens), settings, layouts)
+    check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:
-        told, file = str(costs_file), read_cost_file(costs_file)
-    elif not settings.measure and (kept := kept_costs(opened.spec, settings)) is not None:
-        told, file = f"measured earlier on this machine ({kept[0]})", kept[1]
-    if file is None:
-        told, file = "measured now", _measured_now(opened, settings, layouts, context)
-    longest = min(context, settings.max_chunk_tokens or USUAL_MAX_CHUNK_TOKENS)
-    limits = Limits.for_device(device_kind(file.facts), longest)
-    return FoundCosts(file.costs, told, file.facts, limits, opened.spec.name, None, context)
+        file = read_cost_file(costs_file)
+        if len(file.costs.stages) != settings.workers:
+            raise InputError(
+                f"--workers {settings.workers}: the costs in {costs_file} are of {len(file.costs.stages)}"
+            )
+        return _planned(plan, plan.placement(), file, str(costs_file), wish.tokens)
+    kept = None if settings.measure else kept_costs(plan.spec, settings)
+    if kept is not None:
+        return _planned(
+            plan, plan.placement(), kept[1], f"measured earlier on this machine ({kept[0]})", wish.tokens
+        )
+    with open_session(opened, settings, layouts, wish) as session:
+        driver = session.driver
+        facts = {
+            "devices": [hello.device for hello in session.cluster.hellos],
+            "compute_type": str(session.loaded.compute_type),
+        }
+        file = CostFile(driver.costs or driver.measure_costs().costs, facts)
+        return _planned(plan, session.placement, file, "measured now", driver.settings.context_tokens)
+
+
+def _planned(
+    plan: GroupPlan, placement: Placement, file: CostFile, told: str, context_tokens: int
+) -> FoundCosts:
+    """With what the group takes: arithmetic, whether it is to be had or not (`gearshift doctor` tells)."""
+    kind = device_kind(file.facts)
+    usual = ComputeType.F32 if kind == CPU else ComputeType.BF16
+    named = file.facts.get("compute_type")
+    measured = ComputeType(str(named)) if named in tuple(ComputeType) else usual
+    case = plan.case(placement, kind, plan.settings.compute_type or measured)
+    if not case.max_chunk_tokens:
+        taken = CPU_PROCESS_BYTES if kind == CPU else CUDA_PROCESS_BYTES
+        case = with_usual_chunk(case, context_tokens, [taken] * placement.ranks)
+    limits = Limits.for_device(kind, min(context_tokens, case.max_chunk_tokens))
+    memory = case.memory(context_tokens)
+    return FoundCosts(file.costs, told, file.facts, limits, plan.spec.name, memory, context_tokens)
 
 
 def kept_costs(
@@ -89,7 +123,8 @@ def kept_costs(
 ) -> tuple[Path, CostFile] | None:
     """What was measured with this model, as many workers and the same settings on this machine, the newest first.
 
-    Nothing is found for links that were asked to be slow. Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
+    Nothing is found for links that were asked to be slow. Where the model lay exactly so goes before where it did not;
+    with cuts or shares that were asked for, alone.
     """
     if settings.link_options != LinkOptions():
         return None
@@ -150,19 +185,3 @@ def _newest_first(folder: Path) -> Iterator[tuple[Path, CostFile]]:
             yield path, read_cost_file(path)
         except InputError:
             continue
-
-
-def _measured_now(
-    opened: Opened, settings: GroupSettings, layouts: LayoutSettings, context_tokens: int
-) -> CostFile:
-    with open_session(opened, settings, layouts, context_tokens) as session:
-        costs = session.driver.costs or session.driver.measure_costs().costs
-        return CostFile(costs, {"devices": [hello.device for hello in session.cluster.hellos]})
-
-
-def _context(asked: int | None, tokens: tuple[int, int], trained: int) -> int:
-    """As a run would have it."""
-    prompt, answer = tokens
-    if prompt > (asked or trained):
-        raise DoesNotFitError(f"a prompt of {prompt} tokens does not fit in a context of {asked or trained}")
-    return asked or min(trained, max(USUAL_CONTEXT_TOKENS, prompt + answer))

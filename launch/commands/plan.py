@@ -91,6 +91,8 @@ def plan(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
@@ -107,8 +109,7 @@ def plan(
     from ..plan_costs import costs_of_file, costs_of_model
     from ..plan_report import plan_json, show_plan
 
-    given = [name for name in (*GROUP_FLAGS, "measure") if name in arguments]
-    settings = group_settings(**flags_named(given, arguments))
+    settings = group_settings(**flags_named((*GROUP_FLAGS, "measure"), arguments))
     layouts = layout_settings(prefill, decode, chunk)
     answer = output_tokens or AnswerLengths().expected_tokens
     if model is not None:

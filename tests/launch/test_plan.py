@@ -140,3 +140,24 @@ def test_four_gp100_are_planned_with_the_published_chunks(
     words = ("--prompt-tokens", str(prompt), "--output-tokens", "1", "--chunk", "sqrt")
     facts = facts_of(capsys, "--costs", RIGS / "four_gp100.json", *words)
     assert facts["chunks"][0] == facts["plain_rule_chunk"] == chunk
+
+
+def test_with_a_model_the_plan_tells_its_memory_by_rank_and_phase(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("demo", "--workers", "2", "--costs", costs_file, "--context", "1024", *WORDS)
+    facts = facts_of(capsys, *words)
+    assert facts["context_tokens"] == 1024
+    for rank in facts["memory"]:
+        phases = (rank["prefill_bytes"], rank["shift_bytes"], rank["decode_bytes"])
+        assert rank["peak_bytes"] == max(phases)
+        assert min(phases) > rank["weight_bytes"] + rank["kv_bytes"]
+    assert run_command(["plan", *map(str, words)]) == 0
+    assert "memory, MiB, for 1,024 tokens of context" in capsys.readouterr().out
+
+
+def test_costs_of_another_number_of_workers_are_refused_beside_a_model(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", "demo", "--workers", "3", "--costs", str(costs_file), *WORDS]) == 2
+    assert "--workers 3: the costs in" in capsys.readouterr().err
