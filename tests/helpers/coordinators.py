@@ -84,8 +84,8 @@ def early_address_in(told: Told) -> str:
     return told.until("clients may come to ").split()[4]
 
 
-def worker_words(address: str, *words: str | Path) -> list[str | Path]:
-    return [sys.executable, "-P", "-m", "gearshift.worker", "--coordinator", address, "--device", "cpu", "--threads",
+def worker_words(address: str, *words: str | Path, module: str = "gearshift.worker") -> list[str | Path]:
+    return [sys.executable, "-P", "-m", module, "--coordinator", address, "--device", "cpu", "--threads",
             "1", *words]  # fmt: skip
 
 
