@@ -1,9 +1,11 @@
 """What is measured at start, and the costs that come of it. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from ..proto.commands import MeasureCosts
 from ..proto.kv import BLOCK_TOKENS, KvFormat
@@ -12,7 +14,17 @@ from ..proto.placement.bundles import bundle_bytes
 from ..proto.placement.plan import Placement
 from ..proto.ranges import LayerRange
 from ..proto.reports import CostsMeasured, KindSeconds
-from .cost_model import ChunkCost, Costs, LayerKindCost, LayerSeconds, LinkCost, ShiftCost, StepCost, fit
+from .cost_model import (
+    ChunkCost,
+    Costs,
+    LayerKindCost,
+    LayerSeconds,
+    LinkCost,
+    ShiftCost,
+    StepCost,
+    fit,
+    interpolated,
+)
 
 Points = tuple[tuple[int, int], ...]
 
@@ -103,9 +115,11 @@ class Measurement:
     placement: Placement
     ranks: tuple[CostsMeasured, ...]
     shift_bytes: int = 0  # of one token's keys and values, that the busiest rank sends or receives in a shift
+    hidden: int = 0  # width of the rows that are summed over the ranks
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _completed(self))
         object.__setattr__(self, "costs", _costs(self))
 
     def stage_seconds(self, rank: int) -> list[float]:
@@ -178,6 +192,44 @@ def shift_bytes_a_token(spec: ModelSpec, placement: Placement, kv_format: KvForm
     columns = [sum(size[stage, rank] for stage in ranks if stage != rank) for rank in ranks]
     rows = [sum(size[rank, part] for part in ranks if part != rank) for rank in ranks]
     return max((*columns, *rows)) // BLOCK_TOKENS
+
+
+def _completed(found: Measurement) -> tuple[CostsMeasured, ...]:
+    """Layers that migrate lie in the layer layout as they are timed: parts are judged by their share of the whole.
+
+    That is too little where launches take most of the time, but better than nothing to compare with.
+    """
+    ranks, plan = found.ranks, found.plan
+    unknown = [index for index in range(len(ranks[0].kinds)) if not all(one.kinds[index].part for one in ranks)]
+    if not unknown or not plan.tensor_chunks:
+        return ranks
+    reduces = list(zip(plan.reduce_bytes, _slowest([one.reduces for one in ranks]), strict=True))
+    sums = {rows: 2 * interpolated(reduces, 4 * found.hidden * rows) for _, rows in (*plan.chunks, *plan.steps)}
+    judged = {
+        (rank, index): _judged(plan, sums, share, ranks[rank].kinds[index], [one.kinds[index] for one in ranks])
+        for rank, share in enumerate(_tensor_shares(found.placement))
+        for index in unknown
+    }
+    return tuple(
+        replace(one, kinds=tuple(judged.get((rank, index), kind) for index, kind in enumerate(one.kinds)))
+        for rank, one in enumerate(ranks)
+    )
+
+
+def _judged(
+    plan: MeasuringPlan, sums: Mapping[int, float], share: float, kind: KindSeconds, on_all: Sequence[KindSeconds]
+) -> KindSeconds:
+    """`sums`: seconds of a layer's all-reduces by rows. `on_all`: the same kind on every rank."""
+    whole = kind.whole or _slowest([one.whole for one in on_all if one.whole])
+    steps = kind.whole_steps or _slowest([one.whole_steps for one in on_all if one.whole_steps])
+    part, part_steps = [share * seconds for seconds in whole], [share * seconds for seconds in steps]
+    return replace(
+        kind,
+        part=tuple(part),
+        together=tuple(own + sums[rows] for own, (_, rows) in zip(part, plan.chunks, strict=True)),
+        part_steps=tuple(part_steps),
+        together_steps=tuple(own + sums[rows] for own, (_, rows) in zip(part_steps, plan.steps, strict=True)),
+    )
 
 
 def _costs(found: Measurement) -> Costs:

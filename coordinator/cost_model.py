@@ -45,13 +45,7 @@ class StepCost:
         return self._at_no_depth(batch) + self.per_cached_token * batch * cached
 
     def _at_no_depth(self, batch: int) -> float:
-        points = self.seconds_of_batch
-        if len(points) == 1 or batch <= points[0][0]:
-            return points[0][1]
-        after = next((index for index, (size, _) in enumerate(points) if size >= batch), len(points) - 1)
-        (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
-        slope = max(0.0, (high_seconds - low_seconds) / (high - low))
-        return low_seconds + slope * (batch - low)
+        return interpolated(self.seconds_of_batch, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +108,16 @@ class Costs:
     host_link: LinkCost | None = None  # from host memory to a device, the slowest
     layer_seconds: LayerSeconds | None = None
     all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
+
+
+def interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Linear between ascending points and beyond the last, never falling; at or before the first as the first."""
+    if len(points) == 1 or at <= points[0][0]:
+        return points[0][1]
+    after = next((index for index, (place, _) in enumerate(points) if place >= at), len(points) - 1)
+    (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
+    slope = max(0.0, (high_seconds - low_seconds) / (high - low))
+    return low_seconds + slope * (at - low)
 
 
 def fit(points: Sequence[tuple[int, int, float]]) -> ChunkCost:

@@ -207,7 +207,7 @@ class Driver:
             self.bring_weights(Layout.TENSOR)
             self.bring_weights(Layout.LAYER)
         by_rank = tuple(joined(reports) for reports in zip(*answers, strict=True))
-        found = Measurement(plan, self._placement, by_rank, self._shift_bytes())
+        found = Measurement(plan, self._placement, by_rank, self._shift_bytes(), self._spec.hidden)
         self.use_costs(found.costs)
         return found
 

@@ -67,8 +67,9 @@ class CostMeter:
 
     def _kind(self, layers: tuple[int, ...], command: MeasureCosts) -> KindSeconds:
         """Each rank alone first, then what all do together. Parts that a shift would bring first are not timed."""
-        staged = [layer for layer in layers if layer in self._placement.stages[self._rank]]
-        cut = [layer for layer in layers if layer not in self._placement.migrating]
+        migrating, stage = self._placement.migrating, self._placement.stages[self._rank]
+        cut = [layer for layer in layers if layer not in migrating]
+        staged = [layer for layer in cut if layer in stage] or [layer for layer in layers if layer in stage]
         alone, all_ranks = self._watch.alone, self._watch.together
         whole, own = self._decoder, self._decoder.without_collectives()
         device_runs_steps = self._steps is not None

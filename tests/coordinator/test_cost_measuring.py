@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from gearshift.coordinator.cost_measuring import (
     MIB,
@@ -144,16 +145,18 @@ def test_a_rank_without_layers_is_judged_by_its_own_parts() -> None:
     assert costs.layer_seconds.head_step_seconds[1] == pytest.approx(2 * made_up.HEAD_SECONDS)
 
 
-def test_parts_that_are_not_at_hand_leave_the_tensor_layout_unknown() -> None:
-    found = measured()
-    ranks = [
-        CostsMeasured(
-            one.rank,
-            (*one.kinds, KindSeconds((4,), one.kinds[0].whole, whole_steps=one.kinds[0].whole_steps)),
-            one.hops, one.tails, one.heads, (), one.reduces, one.transfers,
-        )
+def test_parts_that_are_not_at_hand_are_judged_by_their_share() -> None:
+    found = measured((1.0, 0.5))
+    alone = [
+        replace(one, kinds=tuple(KindSeconds(k.layers, k.whole, whole_steps=k.whole_steps) for k in one.kinds))
         for one in found.ranks
-    ]  # fmt: skip
-    costs = Measurement(PLAN, found.placement, tuple(ranks)).costs
-    assert costs.tensor_prefill is costs.decode_tensor is costs.layer_seconds is None
-    assert costs.decode_layer is not None
+    ]
+    judged = Measurement(PLAN, found.placement, tuple(alone), found.shift_bytes, hidden=32).costs
+    assert judged.stages == found.costs.stages
+    known = found.costs
+    assert judged.tensor_prefill is not None
+    assert known.tensor_prefill is not None
+    assert judged.tensor_prefill.seconds(512, 64) == pytest.approx(known.tensor_prefill.seconds(512, 64), rel=0.05)
+    assert judged.decode_tensor is not None
+    assert known.decode_tensor is not None
+    assert judged.decode_tensor.seconds(4, 100) == pytest.approx(known.decode_tensor.seconds(4, 100), rel=0.05)
