@@ -15,7 +15,7 @@ from ..options import GROUP_FLAGS, Device, flags_named, group_settings, layout_s
 
 if TYPE_CHECKING:
     from ..bench_runs import TimedRun
-    from ..options import GroupSettings, LayoutSettings
+    from ..options import LayoutSettings
     from ..session_setup import Session
 
 EXAMPLES = """\
@@ -117,7 +117,7 @@ def bench(
     layouts = layout_settings("auto", "auto", chunk)
     peer = None if against is None else find_peer(against, _words(against_options))
     opened = open_model(model)
-    prompt, answer = choose_sizes(prompt_tokens, answer_tokens, opened.spec.trained_context, _on_cpu(settings))
+    prompt, answer = choose_sizes(prompt_tokens, answer_tokens, opened.spec.trained_context, on_cpu(settings.device))
     csv_path = None if csv_file is None else _writable(csv_file)
     with open_session(opened, settings, layouts, prompt + answer, trace_path=trace) as session:
         runs = _timed(session, layouts, prompt, answer, repeats, _first_seed(seed))
@@ -177,10 +177,11 @@ def _timed(
     )  # fmt: skip
 
 
-def _on_cpu(settings: "GroupSettings") -> bool:
-    if settings.device is Device.AUTO:
+def on_cpu(device: Device) -> bool:
+    """What `auto` will most likely be is seen by the driver's files: workers are not asked yet."""
+    if device is Device.AUTO:
         return not any(path.exists() for path in DRIVER_FILES)
-    return settings.device is Device.CPU
+    return device is Device.CPU
 
 
 def _first_seed(seed: int | None) -> int:
