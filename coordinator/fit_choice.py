@@ -6,15 +6,15 @@ What the user asked for is kept or refused, never changed. What was left to the 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Protocol
 
 from ..proto.errors import DoesNotFitError
 from ..proto.ids import KvType, Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.placement.memory import Holding
-from ..proto.placement.plan import Placement
 from .device_memory import rank_budgets, told_bytes
+from .fit_residency import with_residency
 from .memory_fit import OTHER_BYTES, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
+from .remake import Remake
 
 CHUNKS = (2048, 1024, 512)  # longest chunks to choose from, where the user names none
 SHORT_CHUNKS = (512, 256)  # where memory is short
@@ -22,14 +22,6 @@ LEAST_CHUNK_TOKENS = 256
 SHARE_PERCENT = 100
 
 LAYER_ONLY = ((Layout.LAYER, Layout.LAYER),)
-
-class Remake(Protocol):
-    """Places the model anew, all else as before: with these shares of the layers and of every layer, these whole."""
-
-    def __call__(
-        self, *, shares: tuple[float, ...] | None = None, whole_layers: frozenset[int] = frozenset()
-    ) -> Placement: ...
-
 
 @dataclass(frozen=True, slots=True)
 class ContextWish:
@@ -44,12 +36,13 @@ class ContextWish:
 class Candidate:
     """One set of layouts to run the model in. `warning`: what it gives up; empty for what was asked for.
 
-    `chunks`: longest chunks to try beside the case's own, where the user named none.
+    `chunks`: longest chunks to try beside the case's own, where the user named none. `note`: what else to tell.
     """
 
     case: FitCase
     warning: str = ""
     chunks: tuple[int, ...] = ()
+    note: str = ""
 
     @property
     def cases(self) -> tuple[FitCase, ...]:
@@ -68,13 +61,17 @@ class Fit:
     warnings: tuple[str, ...] = ()
 
 
-def candidates(case: FitCase, remake: Remake, chunks: tuple[int, ...] = ()) -> tuple[Candidate, ...]:
-    """The case as asked for, then with fewer layouts, where the user left layouts open.
+def candidates(
+    case: FitCase, pools: Sequence[Pool], wish: ContextWish, remake: Remake, chunks: tuple[int, ...] = ()
+) -> tuple[Candidate, ...]:
+    """The case as asked for, then with layers that migrate or stay whole, then with fewer layouts where they are open.
 
     Without a shift a request keeps its layout: no rank holds keys and values of both. With the layer layout alone
     every layer stays whole on its owner, which holds it once.
     """
     found = [Candidate(case, chunks=chunks)]
+    if (resident := _resident(found[0], pools, wish, remake)) is not None:
+        found.append(resident)
     staying = tuple(journey for journey in case.journeys if journey[0] is journey[1])
     if len(staying) > 1:
         lost = "no request is shifted between layouts: what that takes does not fit"
@@ -83,6 +80,19 @@ def candidates(case: FitCase, remake: Remake, chunks: tuple[int, ...] = ()) -> t
         lost = "only the layer layout is used: what the tensor layout takes beside it does not fit"
         found.append(Candidate(layer_only(case, remake), lost if len(case.journeys) > 1 else "", chunks))
     return tuple(found)
+
+
+def _resident(first: Candidate, pools: Sequence[Pool], wish: ContextWish, remake: Remake) -> Candidate | None:
+    """The first candidate with another residency, layer by layer, for the longest context and chunks that allow one."""
+    for tokens in dict.fromkeys((wish.tokens, wish.tokens if wish.asked else wish.needed)):
+        for case in first.cases:
+            if not shortfalls(case.memory(tokens), pools):
+                break  # fits as it is: nothing has to be given up for this context
+            found = with_residency(case, pools, tokens, remake)
+            # With every layer whole the tensor layout would be one in name alone.
+            if found is not None and len(found[1].whole) < len(case.spec.layers):
+                return Candidate(found[0], note=f"weights: {found[1].told(len(case.spec.layers))}")
+    return None
 
 
 def layer_only(case: FitCase, remake: Remake) -> FitCase:
@@ -130,7 +140,7 @@ def _largest(case: FitCase, pools: Sequence[Pool], wish: ContextWish) -> int:
 
 
 def _fit(candidate: Candidate, case: FitCase, context: int, pools: Sequence[Pool], wish: ContextWish) -> Fit:
-    notes = []
+    notes = [candidate.note] if candidate.note else []
     if case.max_chunk_tokens < candidate.case.max_chunk_tokens:
         notes.append(f"chunks of at most {case.max_chunk_tokens} tokens, as memory is short (--max-chunk sets it)")
     if context < wish.tokens:

@@ -36,7 +36,11 @@ class GroupPlan:
     parallel_requests: int = 1
 
     def placement(
-        self, *, shares: tuple[float, ...] | None = None, whole_layers: frozenset[int] = frozenset()
+        self,
+        *,
+        shares: tuple[float, ...] | None = None,
+        whole_layers: frozenset[int] = frozenset(),
+        migrating_layers: frozenset[int] = frozenset(),
     ) -> Placement:
         """Where the model lies; with `shares` those of layers and of every layer instead of the settings'."""
         settings = self.settings
@@ -47,6 +51,7 @@ class GroupPlan:
             layer_shares=shares or settings.layer_shares,
             tensor_shares=shares or settings.tensor_shares,
             whole_layers=whole_layers,
+            migrating_layers=migrating_layers,
         )
 
     def case(self, placement: Placement, device_kind: str, compute_type: ComputeType) -> FitCase:
@@ -105,7 +110,7 @@ def _fit_type(
     if not case.max_chunk_tokens:
         case = with_usual_chunk(case, wish.tokens, [one.base_bytes for one in devices])
         chunks = SHORT_CHUNKS
-    return choose_fit(candidates(case, plan.placement, chunks), found, wish, plan.placement)
+    return choose_fit(candidates(case, found, wish, plan.placement, chunks), found, wish, plan.placement)
 
 
 def _smaller(fit: Fit) -> Fit:

@@ -10,6 +10,7 @@ from gearshift.coordinator.device_memory import DeviceMemory, MemoryWish, pools,
 from gearshift.coordinator.fit_choice import (
     Candidate,
     ContextWish,
+    Fit,
     candidates,
     choose_fit,
     layer_only,
@@ -34,8 +35,23 @@ F16 = KvFormat(KvType.F16, KvType.F16)
 SPEC = model_spec([layer_spec(8, 8, 1024, key_width=64)] * 6, hidden=512, vocab=2000, types="Q8_0")
 
 
-def remake(*, shares: tuple[float, ...] | None = None, whole_layers: frozenset[int] = frozenset()) -> Placement:
-    return place(SPEC, 2, layer_shares=shares, tensor_shares=shares, whole_layers=whole_layers)
+def remake(
+    *,
+    shares: tuple[float, ...] | None = None,
+    whole_layers: frozenset[int] = frozenset(),
+    migrating_layers: frozenset[int] = frozenset(),
+) -> Placement:
+    return place(
+        SPEC, 2, layer_shares=shares, tensor_shares=shares, whole_layers=whole_layers, migrating_layers=migrating_layers
+    )
+
+
+def chosen(
+    case: FitCase, budgets: tuple[Pool, ...], context: int, *, asked: bool, needed: int = 1,
+    chunks: tuple[int, ...] = (),
+) -> Fit:
+    wish = ContextWish(context, asked, needed)
+    return choose_fit(candidates(case, budgets, wish, remake, chunks), budgets, wish, remake)
 
 
 def case_of(ranks: int = 2, holding: Holding = Holding.F32, kv_format: KvFormat = F16) -> FitCase:
@@ -130,58 +146,78 @@ def test_ranks_that_share_a_place_get_as_much_each() -> None:
 
 
 def test_what_fits_is_taken_and_told() -> None:
-    fit = choose_fit(candidates(CASE, remake), tight_pools(CASE, 4096), ContextWish(4096, asked=False))
+    fit = chosen(CASE, tight_pools(CASE, 4096), 4096, asked=False)
     assert (fit.context_tokens, fit.case, fit.warnings) == (4096, CASE, ())
     assert fit.notes == ("context: 4096 tokens (--context names another)",)
-    asked = choose_fit(candidates(CASE, remake), tight_pools(CASE, 4096), ContextWish(4096, asked=True))
+    asked = chosen(CASE, tight_pools(CASE, 4096), 4096, asked=True)
     assert (asked.context_tokens, asked.notes) == (4096, ())
 
 
 def test_a_context_that_was_not_asked_for_becomes_the_largest_that_fits_and_is_told() -> None:
-    fit = choose_fit(candidates(CASE, remake), tight_pools(CASE, 3072), ContextWish(4096, asked=False))
+    fit = chosen(CASE, tight_pools(CASE, 3072), 4096, asked=False)
     assert (fit.context_tokens, fit.case) == (3072, CASE)
     assert fit.notes[0].startswith("context: 3072 tokens, the most that fits")
     assert "rank" in fit.notes[0]
     assert "4096 would need" in fit.notes[0]
 
 
-def test_layouts_are_given_up_before_a_context_becomes_of_no_use() -> None:
-    choices = candidates(CASE, remake)
-    assert [len(one.case.journeys) for one in choices] == [4, 2, 1]
-    staying, layers = choices[1].case, choices[2].case
-    without_shift = choose_fit(choices, tight_pools(staying, 4096), ContextWish(4096, asked=True))
+def test_layers_migrate_or_stay_whole_before_a_layout_is_given_up() -> None:
+    fit = chosen(CASE, tight_pools(CASE, 3072), 4096, asked=True)
+    assert fit.case.journeys == CASE.journeys
+    assert fit.notes[0].startswith("weights: ")
+    assert "for both layouts" in fit.notes[0]
+    assert not shortfalls(fit.memory, tight_pools(CASE, 3072))
+    assert max(one.weight_bytes for one in fit.memory) < CASE.memory(64)[0].weight_bytes
+    # On its way a layer's parts are held beside what is there: the plan's shift counts them.
+    migrating = replace(CASE, placement=remake(migrating_layers=frozenset(range(6))))
+    for one in migrating.memory(64):
+        assert one.moving_bytes > 0
+        assert one.shift_bytes >= one.prefill_bytes - one.working.prefill + one.moving_bytes
+
+
+def test_layouts_are_given_up_with_a_warning_before_a_context_becomes_of_no_use() -> None:
+    context = 32_768  # the cache is most of what is needed
+    staying = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER), (Layout.TENSOR, Layout.TENSOR)))
+    without_shift = chosen(CASE, tight_pools(staying, context), context, asked=True)
     assert without_shift.case.journeys == staying.journeys
     assert "no request is shifted" in without_shift.warnings[0]
-    layer_layout = choose_fit(choices, tight_pools(layers, 4096), ContextWish(4096, asked=True))
+    layers = layer_only(CASE, remake)
+    layer_layout = chosen(CASE, tight_pools(layers, 4096), 4096, asked=True)
     assert layer_layout.case.journeys == ((Layout.LAYER, Layout.LAYER),)
     assert "only the layer layout" in layer_layout.warnings[0]
     # Each layer is held once: about two thirds of the weights with residency `both`.
     assert layers.memory(64)[0].weight_bytes < 0.7 * CASE.memory(64)[0].weight_bytes
 
 
-def test_chunks_are_shortened_before_the_context_or_layouts_where_the_user_named_none() -> None:
+def test_chunks_are_shortened_before_layouts_where_the_user_named_none() -> None:
     long = CASE.with_max_chunk(2048)
     budgets = tight_pools(CASE.with_max_chunk(256), 4096)
-    fit = choose_fit(candidates(long, remake, (512, 256)), budgets, ContextWish(4096, asked=True))
+    fit = chosen(long, budgets, 4096, asked=True, chunks=(512, 256))
     assert (fit.context_tokens, fit.case.max_chunk_tokens, len(fit.case.journeys)) == (4096, 256, 4)
     assert "chunks of at most 256 tokens" in fit.notes[0]
     with pytest.raises(DoesNotFitError, match="--max-chunk 256"):
         choose_fit((Candidate(long),), budgets, ContextWish(4096, asked=True), remake)
 
 
+def test_the_layer_layout_alone_holds_layers_whole_where_they_do_not_fit_in_parts() -> None:
+    named = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),))
+    fit = chosen(named, tight_pools(layer_only(CASE, remake), 4096), 4096, asked=True)
+    assert (fit.case.placement, fit.warnings) == (remake(whole_layers=frozenset(range(6))), ())
+
+
 def test_layouts_that_the_user_named_are_not_given_up() -> None:
     named = replace(CASE, journeys=((Layout.LAYER, Layout.TENSOR),))
-    (only,) = candidates(named, remake)
+    context = 32_768
     with pytest.raises(DoesNotFitError):
-        choose_fit((only,), tight_pools(layer_only(CASE, remake), 4096), ContextWish(4096, asked=True))
+        chosen(named, tight_pools(layer_only(CASE, remake), context), context, asked=True)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_though_no_context_was_asked_for() -> None:
-    roomy = tight_pools(layer_only(CASE, remake), 1024)
-    fit = choose_fit(candidates(CASE, remake), roomy, ContextWish(4096, asked=False, needed=1000))
-    assert fit.context_tokens >= 1000
-    with pytest.raises(DoesNotFitError, match="4096 tokens of context does not fit"):
-        choose_fit(candidates(CASE, remake), roomy, ContextWish(4096, asked=False, needed=2000))
+    roomy = tight_pools(layer_only(CASE, remake), 8192)
+    fit = chosen(CASE, roomy, 32_768, asked=False, needed=8000)
+    assert 8000 <= fit.context_tokens < 16_384
+    with pytest.raises(DoesNotFitError, match="32768 tokens of context does not fit"):
+        chosen(CASE, roomy, 32_768, asked=False, needed=16_000)
 
 
 def test_f29_an_asked_context_is_refused_by_device_with_the_largest_that_fits() -> None:
