@@ -122,7 +122,7 @@ def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> Non
 def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
-    from .report import memory_table, phase_table, run_facts
+    from .report import memory_table, phase_table, reason_lines, run_facts
 
     result = told.facts
     ranks = client.status().ranks
@@ -135,6 +135,8 @@ def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
         print(json.dumps(facts, ensure_ascii=False))
     if result.warning is not None:
         warn(result.warning)
+    for line in reason_lines(result):
+        note(line)
     stderr_console().print(phase_table(result))
     stderr_console().print(memory_table(placement, memory, result))
     if result.error is not None:

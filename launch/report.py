@@ -107,6 +107,12 @@ def _logprob_facts(token: SampledToken) -> dict[str, Any]:
     }
 
 
+def reason_lines(result: GenerationResult) -> tuple[str, ...]:
+    """Why these layouts and these chunks, with the times that were compared; nothing for a lone worker."""
+    prefill = result.prefill
+    return (f"layouts: {prefill.reason}", f"chunks: {prefill.chunk_reason}") if len(prefill.stages) > 1 else ()
+
+
 def phase_table(result: GenerationResult) -> "Table":
     """Per phase: layout, chunks or steps, seconds, tokens a second; the shift between them."""
     from rich.table import Table

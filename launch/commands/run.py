@@ -158,7 +158,7 @@ def _answer(
 ) -> None:
     from ..answer import PlainText, SplitText, follow
     from ..chat_terminal import ChatTerminal
-    from ..report import memory_table, phase_table, run_facts
+    from ..report import memory_table, phase_table, reason_lines, run_facts
 
     output = PlainText() if split is None else ChatTerminal()
     with busy(f"reading {len(request.prompt)} tokens") as prompt_is_read:
@@ -181,6 +181,8 @@ def _answer(
         output.end_answer()
     if result.warning is not None:
         warn(result.warning)
+    for line in reason_lines(result):
+        note(line)
     stderr_console().print(phase_table(result))
     stderr_console().print(memory_table(session.placement, memory, result))
     if result.error is not None:

@@ -2,13 +2,15 @@
 
 import json
 
+from msgspec.structs import replace
 from rich.console import Console
 
-from gearshift.launch.report import memory_table, phase_table, run_facts
+from gearshift.launch.report import memory_table, phase_table, reason_lines, run_facts
 from gearshift.proto.generation_result import (
     DecodeResult,
     FinishReason,
     GenerationResult,
+    JourneyForecast,
     PrefillResult,
     ShiftResult,
     StageTimes,
@@ -68,6 +70,29 @@ def test_the_line_of_json_holds_all_that_is_promised() -> None:
         (1, 200, 201),
     ]
     assert "logprobs" not in facts
+
+
+def test_the_compared_times_of_every_journey_are_in_the_json() -> None:
+    assert json.loads(json.dumps(run_facts("", result(None), PLACEMENT, 1.5, 2.5, MEMORY)))["policy"] == []
+    compared = JourneyForecast(Layout.LAYER, Layout.TENSOR, 10.0, 1.0, 5.0, 0.5, 3.5)
+    facts = run_facts("", replace(result(None), policy=(compared,)), PLACEMENT, 1.5, 2.5, MEMORY)
+    assert json.loads(json.dumps(facts))["policy"] == [
+        {
+            "prefill": "layer",
+            "decode": "tensor",
+            "seconds": 10.0,
+            "back_seconds": 1.0,
+            "prefill_seconds": 5.0,
+            "exposed_seconds": 0.5,
+            "decode_seconds": 3.5,
+        }
+    ]
+
+
+def test_the_reasons_are_told_where_there_was_something_to_choose() -> None:
+    assert reason_lines(result(None)) == ("layouts: asked for", "chunks: chunks as asked for")
+    alone = result(None)
+    assert reason_lines(replace(alone, prefill=replace(alone.prefill, stages=STAGES[:1]))) == ()
 
 
 def test_without_a_shift_there_is_null_in_its_place() -> None:
