@@ -3,12 +3,20 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_settings
 from typing import TypeVar, assert_never
 
 from msgspec.structs import replace
 
 from ..proto.commands import LoadModel, ReportMemory, RunTick, Shutdown
-from ..proto.errors import DoesNotFitError, InputError, ProtocolError, WorkerLostError
+from ..proto.errors import (
+    DoesNotFitError,
+    GearshiftError,
+    InputError,
+    ProtocolError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from ..proto.generation_result import FinishReason
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.kv import KvFormat, block_count
@@ -56,13 +64,17 @@ from .generation import (
 from .planning import GroupState, plan_request
 from .policy import Journey, journeys
 from .results import RequestTimes, build_result
+from .resume import Continuations, can_resume
 from .scheduler import Ended, PromptRead, Scheduler, SchedulerSettings, Started
+from .session import Phase, Session
+from .shift_counts import ShiftCounts
 from .slots import SlotPool, slots_needed, zero_bundles
 from .trace import Trace
 from .weight_keeper import WeightKeeper
 from .weight_prices import regret_now
 
 POLL_SECONDS = 0.25
+LOST = (WorkerLostError, WorkerFailedError)  # what ends a group, and not the command where there is another group
 
 R = TypeVar("R", bound=Report)
 
@@ -112,13 +124,10 @@ class Driver:
         self._group, self._spec, self._placement, self._settings = group, spec, placement, settings
         self._clock = clock
         self._slots_of_rank = _slots_of_rank(placement, settings)
-        pool = SlotPool(self._slots_of_rank, zero_bundles(placement))
-        self._scheduler = Scheduler(
-            SchedulerSettings(
-                group.ranks, settings.max_open, settings.lookahead_steps, kept_sequences=settings.kept_sequences
-            ),
-            pool,
-        )
+        self._scheduler = self._new_scheduler()
+        self._continuations = Continuations()
+        self._regroup: Callable[[GearshiftError], None] | None = None
+        self.restarts = 0
         self._costs: Costs | None = None
         self._refinement: CostRefinement | None = None
         self._lengths = AnswerLengths()
@@ -130,6 +139,14 @@ class Driver:
         self._answers: list[AnyReport] = []
         self._progress_at = clock()
         self._trace: Trace | None = None
+
+    def _new_scheduler(self) -> Scheduler:
+        chosen = self._settings
+        pool = SlotPool(self._slots_of_rank, zero_bundles(self._placement))
+        settings = SchedulerSettings(
+            self._group.ranks, chosen.max_open, chosen.lookahead_steps, kept_sequences=chosen.kept_sequences
+        )
+        return Scheduler(settings, pool)
 
     @property
     def spec(self) -> ModelSpec:
@@ -172,6 +189,10 @@ class Driver:
         )
         loaded = self._collect(ModelLoaded, "load the model", on_progress)
         self._kv_format = loaded[0].kv_format
+        # A group in this one's place is to compute alike.
+        self._settings = replace_settings(
+            settings, compute_type=loaded[0].compute_type, kv_format=loaded[0].kv_format
+        )
         self._scheduler.weights = self._weight_keeper(loaded[0].compute_type)
         return LoadResult(
             seconds=self._clock() - started,
@@ -269,6 +290,11 @@ class Driver:
         return self._scheduler.counts
 
     @property
+    def shift_counts(self) -> ShiftCounts:
+        """How the shifts of all groups so far have fared."""
+        return self._scheduler.shift_counts
+
+    @property
     def kv_slots(self) -> tuple[tuple[int, int], ...]:
         """(free, all) KV slots of each rank."""
         return tuple(zip(self._scheduler.free_slots, self._slots_of_rank, strict=True))
@@ -280,12 +306,15 @@ class Driver:
         if self._trace is not None:
             self._trace.submitted(plan, began, self._clock())
         self._next_request += 1
+        self._begin(plan)
+        return plan.request_id
+
+    def _begin(self, plan: RequestPlan) -> None:
         self._last_plan = plan
         self._times[plan.request_id] = RequestTimes()
         self._scheduler.submit(plan)
-        return plan.request_id
 
-    def plan(self, request: GenerationRequest) -> RequestPlan:
+    def plan(self, request: GenerationRequest, request_id: RequestId | None = None) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
         last = self._last_plan.weights if self._last_plan is not None else None
         group = GroupState(
@@ -300,7 +329,7 @@ class Driver:
             journeys=journeys(self._group.ranks, None, None, self._settings.journeys),
         )
         kept = self._scheduler.kept_prefix(request.conversation, request.prompt)
-        return plan_request(RequestId(self._next_request), request, group, kept)
+        return plan_request(RequestId(self._next_request) if request_id is None else request_id, request, group, kept)
 
     def cancel(self, request: RequestId) -> None:
         """End a request; its `FinishedEvent` follows. Ended ones are left alone."""
@@ -312,7 +341,7 @@ class Driver:
 
     def stop(self, request: RequestId, kept_tokens: int) -> None:
         """A stop string was found in the text: the answer ends with its first `kept_tokens` tokens."""
-        self._scheduler.stop(request, kept_tokens)
+        self._scheduler.stop(request, self._continuations.stop(request, kept_tokens))
 
     def step(self, timeout_seconds: float) -> list[Event]:
         """Send what can be sent, take what has come (waiting for the first report), and return what happened.
@@ -325,6 +354,52 @@ class Driver:
         self._check_progress()
         events, self._events = self._events, []
         return events
+
+    # Restarts
+
+    def restart_by(self, regroup: Callable[[GearshiftError], None]) -> None:
+        """`regroup` puts new workers in the place of lost ones, or raises the error it is given. After `load`."""
+        self._regroup = regroup
+
+    def restart(self, error: GearshiftError) -> None:
+        """Go on with a new group after `error` ended the last one: open requests are read again and written on.
+
+        Raises the error, or the one that ended the new group, where there is to be no other group. Costs stay as they
+        are known; what was kept of ended requests is gone.
+        """
+        self._note_events()
+        left = self._scheduler.sessions()
+        while True:
+            if self._regroup is None or error.exit_code != WorkerLostError.exit_code:
+                raise error
+            self._regroup(error)
+            try:
+                self._load_again()
+                break
+            except LOST as next_error:
+                error = next_error
+        self.restarts += 1
+        for session in left:
+            self._go_on_with(session, str(error).partition("\n")[0])
+        self._note_events()
+
+    def _load_again(self) -> None:
+        self._answers.clear()
+        counts, self._scheduler = self._scheduler.shift_counts, self._new_scheduler()
+        self._scheduler.shift_counts = counts
+        self.load()
+
+    def _go_on_with(self, session: Session, cause: str) -> None:
+        """What the lost group had of a request: told where it had ended, else asked of the new group."""
+        if session.phase is not Phase.ENDED and not can_resume(session.plan.request):
+            session.error = f"the group was lost ({cause}), and what was asked cannot be gone on with"
+            session.end(FinishReason.ERROR)
+        times = self._times.pop(session.plan.request_id)
+        if session.phase is Phase.ENDED:
+            self._finish(session, times)
+            return
+        rest = self._continuations.after(session, build_result(session, times), cause)
+        self._begin(self.plan(rest, session.plan.request_id))
 
     def hash_kv(self, request: RequestId, tokens: int) -> dict[tuple[int, int], frozenset[str]]:
         """(layer, KV head) -> digests of the first `tokens` positions, in the request's present layout.
@@ -400,17 +475,23 @@ class Driver:
                     self._times[event.request].started = now
                 case PromptRead():
                     self._times[event.request].prompt_read = now
-                case TokenEvent() | LogitsEvent() | ScoresEvent():
+                case TokenEvent():
+                    self._times[event.request].last_result = now
+                    self._events.append(self._continuations.numbered(event))
+                case LogitsEvent() | ScoresEvent():
                     self._times[event.request].last_result = now
                     self._events.append(event)
                 case Ended():
-                    request_id = event.session.plan.request_id
-                    complete = event.session.finish_reason is FinishReason.STOP
-                    self._lengths = self._lengths.after(len(event.session.tokens), complete=complete)
-                    result = build_result(event.session, self._times.pop(request_id))
-                    self._events.append(FinishedEvent(request_id, result))
+                    self._finish(event.session, self._times.pop(event.session.plan.request_id))
                 case _:
                     assert_never(event)
+
+    def _finish(self, session: Session, times: RequestTimes) -> None:
+        """The last of a request: its whole story, whatever groups it took."""
+        request_id = session.plan.request_id
+        result = self._continuations.told(request_id, build_result(session, times))
+        self._lengths = self._lengths.after(len(result.tokens), complete=result.finish_reason is FinishReason.STOP)
+        self._events.append(FinishedEvent(request_id, result))
 
     def _check_progress(self) -> None:
         late = self._scheduler.late_ranks()
@@ -462,7 +543,7 @@ def generate(
             if interrupted is not None and not cancelled and interrupted():
                 driver.cancel(request_id)
                 cancelled = True
-            for event in driver.step(POLL_SECONDS):
+            for event in _step(driver):
                 if event.request != request_id or (stopped and isinstance(event, TokenEvent)):
                     continue
                 finished = isinstance(event, FinishedEvent)
@@ -473,6 +554,15 @@ def generate(
     finally:
         if not finished:
             driver.cancel(request_id)
+
+
+def _step(driver: Driver) -> list[Event]:
+    """One step, of the next group where this one is lost and there is to be one."""
+    try:
+        return driver.step(POLL_SECONDS)
+    except LOST as error:
+        driver.restart(error)
+        return []
 
 
 def _slots_of_rank(placement: Placement, settings: DriverSettings) -> tuple[int, ...]:

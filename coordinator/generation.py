@@ -36,6 +36,7 @@ class GenerationRequest:
     verify_shift: bool = False  # hash keys and values before and after the shift
     one_step_at_a_time: bool = False  # each step waits for the token before it (grammars)
     conversation: str | None = None
+    sampled: int = 0  # the prompt's last so many were sampled for this answer already, by a group that is gone
 
 
 @dataclass(frozen=True, slots=True)

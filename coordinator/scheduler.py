@@ -147,6 +147,10 @@ class Scheduler:
         cached = sum(session.prompt_tokens + session.steps_done for session in answered)
         return Running(counts[Layout.LAYER], counts[Layout.TENSOR], cached // len(answered))
 
+    def sessions(self) -> list[Session]:
+        """Every request that has not been told to have ended, in the order they came."""
+        return [*self._closing.values(), *self._open.values(), *self._waiting]
+
     @property
     def free_slots(self) -> tuple[int, ...]:
         """KV slots that nobody holds, by rank."""

@@ -103,7 +103,9 @@ class Session:
         self._written = [plan.cached_tokens] * self._ranks
         prompt, sampling = plan.request.prompt, plan.request.sampling
         commands: list[AnyCommand] = [
-            OpenRequest(plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens)
+            OpenRequest(
+                plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens, plan.request.sampled
+            )
         ]
         if target is not None:
             commands.append(PrepareShift(plan.request_id, self.target_layout, target))

@@ -90,7 +90,8 @@ class OpenRequest(Command, frozen=True):
     """A request begins. `prompt` holds all its ids (for penalties); KV slots are all granted now.
 
     Slots of the first `cached_tokens` positions hold their keys and values already, left there by an earlier request:
-    the first chunk starts behind them.
+    the first chunk starts behind them. The prompt's last `sampled` tokens were sampled for this request by a group
+    that is gone: the seed's random numbers go on behind theirs.
     """
 
     request: RequestId
@@ -99,6 +100,7 @@ class OpenRequest(Command, frozen=True):
     table: BundleTable  # slots in that layout
     sampling: SamplingParameters
     cached_tokens: int = 0
+    sampled: int = 0
 
 
 class Chunk(Struct, frozen=True):

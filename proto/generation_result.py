@@ -99,3 +99,4 @@ class GenerationResult(Struct, frozen=True):
     policy: tuple[JourneyForecast, ...] = ()  # what was compared; none where nothing was to be chosen
     moved_back: ShiftResult | None = None  # kept keys and values, before the rest of the prompt was read
     shift_failure: ShiftFailure | None = None
+    restarts: int = 0  # groups that were lost under it; their reading and writing counts as `decode`'s

@@ -179,7 +179,7 @@ class LoadedModel:
                 self.requests.open(command.request, command.layout, command.table)
                 self.requests[command.request].greedy = is_plain_greedy(command.sampling)
                 if self.sampler is not None:
-                    self.sampler.open(command.request, command.sampling, command.prompt)
+                    self.sampler.open(command.request, command.sampling, command.prompt, command.sampled)
                 return None
             case PrepareShift():
                 return self.shifter.prepare(command)
