@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,28 +20,45 @@ from ..proto.errors import InputError
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from .console import note
+from .options import GroupSettings
 from .user_folders import costs_folder
 
 SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "OMP_NUM_THREADS")
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
+ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
+
 Facts = dict[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class CostPlace:
+    """Where the costs of one group are kept."""
+
+    path: Path
+    facts: Facts
+
+    def learn(self, driver: Driver) -> None:
+        """Keep what real work has taught, where it was enough: the next start begins with it."""
+        if driver.work_observed >= ENOUGH_OBSERVATIONS and driver.costs is not None:
+            keep_costs(self.path, driver.costs, self.facts)
+
+
 def settle_costs(
-    driver: Driver, cluster: Cluster, placement: Placement, loaded: LoadResult, threads: int | None, *, measure: bool
-) -> None:
+    driver: Driver, cluster: Cluster, placement: Placement, loaded: LoadResult, settings: GroupSettings
+) -> CostPlace:
     """Let the driver plan with the costs of this group: those kept from before, else measured now and kept.
 
-    `measure`: now in any case. A folder or file that is not as it should be is told, and no more.
+    With `settings.measure` now in any case. A folder or file that is not as it should be is told, and no more.
     """
-    facts = cost_facts(driver.spec, cluster, placement, loaded, threads, driver.measuring_plan())
+    facts = cost_facts(driver.spec, cluster, placement, loaded, settings, driver.measuring_plan())
     path = cost_path(facts)
-    if not measure and (kept := read_kept(path, facts)) is not None:
+    if not settings.measure and (kept := read_kept(path, facts)) is not None:
         note("costs of this group are known from before (--measure times them anew)")
         driver.use_costs(kept)
-        return
-    keep_costs(path, driver.measure_costs().costs, facts)
+    else:
+        keep_costs(path, driver.measure_costs().costs, facts)
+    return CostPlace(path, facts)
 
 
 def cost_facts(
@@ -48,7 +66,7 @@ def cost_facts(
     cluster: Cluster,
     placement: Placement,
     loaded: LoadResult,
-    threads: int | None,
+    settings: GroupSettings,
     points: MeasuringPlan,
     environment: Mapping[str, str] = os.environ,
 ) -> Facts:
@@ -60,7 +78,9 @@ def cost_facts(
         "devices": [hello.device for hello in hellos],
         "hosts": [hello.host for hello in hellos],
         "cores": len(os.sched_getaffinity(0)),
-        "threads": threads,
+        "threads": settings.threads,
+        "paces": [hello.pace for hello in hellos],
+        "links": msgspec.to_builtins(settings.link_options),
         "torch": sorted({hello.torch_version for hello in hellos}),
         "gearshift": __version__,
         "protocol": PROTOCOL_VERSION,

@@ -138,11 +138,14 @@ def open_session(
         with load_progress(settings.workers) as show:
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
+        costs = None
         if costs_are_needed(settings.workers, layouts):
-            settle_costs(driver, cluster, placement, loaded, settings.threads, measure=settings.measure)
+            costs = settle_costs(driver, cluster, placement, loaded, settings)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster, trace)
+        if costs is not None:
+            costs.learn(driver)
 
 
 def _tell_fit(fit: Fit) -> None:

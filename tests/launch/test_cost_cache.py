@@ -8,12 +8,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult
+from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult, generate
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.launch import cost_cache
-from gearshift.launch.cost_cache import cost_facts, cost_path, settle_costs
-from gearshift.proto.commands import MeasureCosts
-from gearshift.proto.ids import ComputeType, KvType, Rank
+from gearshift.launch.cost_cache import ENOUGH_OBSERVATIONS, CostPlace, cost_facts, cost_path, settle_costs
+from gearshift.launch.options import GroupSettings, group_settings
+from gearshift.proto.commands import LinkOptions, MeasureCosts
+from gearshift.proto.ids import ComputeType, KvType, Layout, Rank
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.cuts import place
@@ -38,21 +41,25 @@ def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gearshift" / "costs"
 
 
-def started(measure: bool = False, threads: int | None = 1) -> tuple[Driver, bool]:
-    """A driver that has its costs, and whether they were measured."""
+def settings(**changes: Any) -> GroupSettings:
+    return replace(group_settings(workers=2, threads=1), **changes)
+
+
+def started(**changes: Any) -> tuple[Driver, bool, CostPlace]:
+    """A driver that has its costs, whether they were measured, and where they are kept. `changes`: of its settings."""
     group = GroupOfWorkers(2, (200, 200), vocab=60)
     driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
     loaded = driver.load()
-    settle_costs(driver, cast(Cluster, group), PLACEMENT, loaded, threads, measure=measure)
+    place = settle_costs(driver, cast(Cluster, group), PLACEMENT, loaded, settings(**changes))
     assert driver.costs is not None
-    return driver, any(isinstance(command, MeasureCosts) for command in group.log)
+    return driver, any(isinstance(command, MeasureCosts) for command in group.log), place
 
 
 def test_the_second_start_of_a_group_measures_nothing_and_plans_with_the_same_costs(cache_of_its_own: Path) -> None:
-    first, measured = started()
+    first, measured, _ = started()
     assert measured
     assert len(list(cache_of_its_own.iterdir())) == 1
-    second, measured = started()
+    second, measured, _ = started()
     assert not measured
     assert second.costs == first.costs
 
@@ -109,10 +116,11 @@ def facts(environment: Mapping[str, str] | None = None, **changes: Callable[[Any
         "loaded": LoadResult(0.0, ComputeType.F32, KvFormat(KvType.F32, KvType.F32), (0, 0), (0, 0)),
         "points": driver.measuring_plan(),
         "hellos": group.hellos,
+        "settings": settings(),
     }
     chosen |= {name: change(chosen[name]) for name, change in changes.items()}
     group.hellos = chosen.pop("hellos")
-    return cost_path(cost_facts(cluster=cast(Cluster, group), threads=None, environment=environment or {}, **chosen))
+    return cost_path(cost_facts(cluster=cast(Cluster, group), environment=environment or {}, **chosen))
 
 
 def with_another_file(spec: ModelSpec) -> ModelSpec:
@@ -131,6 +139,8 @@ def test_all_that_costs_depend_on_is_in_the_name(monkeypatch: pytest.MonkeyPatch
         facts(loaded=lambda one: replace(one, kv_format=KvFormat(KvType.F32, KvType.F16))),
         facts(spec=with_another_file),
         facts(points=lambda one: replace(one, steps=one.steps[:1])),
+        facts(settings=lambda one: replace(one, threads=2)),
+        facts(settings=lambda one: replace(one, link_options=LinkOptions(no_peer=True))),
         facts({"NCCL_P2P_DISABLE": "1"}),
         facts({"GEARSHIFT_NO_PEER": "1"}),
     ]
@@ -138,3 +148,17 @@ def test_all_that_costs_depend_on_is_in_the_name(monkeypatch: pytest.MonkeyPatch
     paths.append(facts())
     assert len(set(paths)) == len(paths)
     assert facts({"PAGER": "less"}) == facts({"TERM": "dumb"}) == paths[-1]
+
+
+def test_what_long_work_has_taught_is_kept_and_little_is_not() -> None:
+    driver, _, place = started()
+    kept = driver.costs
+    request = GenerationRequest((1,) * 60, 1, prefill=Layout.LAYER, decode=Layout.LAYER, chunk_rule=Fixed((4,)))
+    list(generate(driver, request))
+    assert 0 < driver.work_observed < ENOUGH_OBSERVATIONS
+    place.learn(driver)
+    assert started()[0].costs == kept
+    while driver.work_observed < ENOUGH_OBSERVATIONS:
+        list(generate(driver, request))
+    place.learn(driver)
+    assert started()[0].costs == driver.costs != kept
