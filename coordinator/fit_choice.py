@@ -84,7 +84,8 @@ def candidates(
 
 def _resident(first: Candidate, pools: Sequence[Pool], wish: ContextWish, remake: Remake) -> Candidate | None:
     """The first candidate with another residency, layer by layer, for the longest context and chunks that allow one."""
-    for tokens in dict.fromkeys((wish.tokens, wish.tokens if wish.asked else wish.needed)):
+    contexts = (wish.tokens,) if wish.asked else (wish.tokens, max(wish.needed, wish.tokens // 2), wish.needed)
+    for tokens in dict.fromkeys(contexts):
         for case in first.cases:
             if not shortfalls(case.memory(tokens), pools):
                 break  # fits as it is: nothing has to be given up for this context

@@ -50,12 +50,16 @@ def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:
             continue
         index, name, uuid, pci, driver, free_mebibytes = values[:6]
         free = _number(free_mebibytes)
+        generation, generation_most, width, width_most = (_number(value) for value in values[6:10])
         rows.append(
             CardRow(
                 DeviceRow(int(index), name, uuid, pci),
                 driver,
                 None if free is None else free << 20,
-                *(_number(value) for value in values[6:10]),
+                generation,
+                generation_most,
+                width,
+                width_most,
                 display=values[10] == "Enabled",
             )
         )
