@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import to_builtins
+
 from .. import __version__
 from ..coordinator.chunk_plan import Limits
 from ..coordinator.cost_files import CostFile, read_cost_file
@@ -13,7 +15,6 @@ from ..coordinator.cost_model import Costs
 from ..coordinator.fit_choice import with_usual_chunk
 from ..coordinator.model_spec import build_spec
 from ..proto.codec import PROTOCOL_VERSION
-from ..proto.commands import LinkOptions
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType
 from ..proto.model import ModelSpec
@@ -123,11 +124,8 @@ def kept_costs(
 ) -> tuple[Path, CostFile] | None:
     """What was measured with this model, as many workers and the same settings on this machine, the newest first.
 
-    Nothing is found for links that were asked to be slow. Where the model lay exactly so goes before where it did not;
-    with cuts or shares that were asked for, alone.
+    Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
     """
-    if settings.link_options != LinkOptions():
-        return None
     wanted = {
         "files": [file.fingerprint for file in spec.files],
         "hosts": [socket.gethostname()] * settings.workers,
@@ -136,6 +134,7 @@ def kept_costs(
         "gearshift": __version__,
         "protocol": PROTOCOL_VERSION,
         "environment": speed_variables(environment),
+        "links": to_builtins(settings.link_options),
     }
     if settings.compute_type is not None:
         wanted["compute_type"] = str(settings.compute_type)

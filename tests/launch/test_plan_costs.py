@@ -53,7 +53,8 @@ def keep(
     cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
     loaded = LoadResult(0.0, ComputeType.F32, F32, (0,) * workers, (0,) * workers)
     placement = place(SPEC, workers, layer_shares=shares)
-    facts = cost_facts(SPEC, cluster, placement, loaded, threads, MeasuringPlan(((0, 64),)))
+    settings = group_settings(workers=workers, threads=threads)
+    facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(((0, 64),)))
     path = cost_path(facts)
     assert keep_costs(path, Costs(stages=(ChunkCost(0.0, per_token),) * workers), facts)
     then = path.stat().st_mtime - age_seconds
