@@ -90,7 +90,7 @@ class Cell:
 
 
 def measure_cell(driver: Driver, ranks: int, prompt: int, answer: int, options: argparse.Namespace, seed: int) -> Cell:
-    everything = combinations(ranks)
+    everything = combinations(ranks, driver.settings.journeys)
     warm_up = interleaved(driver, everything[:-1], 1, prompt, answer, seed)
     quickest = min(run.wall_seconds for run in warm_up)
     hopeless = [run for run in warm_up if run.wall_seconds > options.hopeless * quickest]
@@ -119,7 +119,7 @@ def measure_chat(
 ) -> list[Chat]:
     """Conversations take turns as runs do; the first of each combination warms up and is left out."""
     chats: list[Chat] = []
-    for number, combination in turns(combinations(ranks), 1 + rounds):
+    for number, combination in turns(combinations(ranks, driver.settings.journeys), 1 + rounds):
         seed += len(new_tokens)
         prompt: tuple[int, ...] = ()
         seconds, took = [], []

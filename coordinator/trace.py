@@ -1,7 +1,8 @@
 """What happened when, on every rank and to every request: told by the driver, handed on as events. Pure.
 
-All times handed on are of the coordinator's clock, in seconds. A rank has two tracks: its work, and the moves of keys
-and values, which run beside it. The coordinator has one track for the policy and one a lane of requests.
+All times handed on are of the coordinator's clock, in seconds. A rank has a track for its work, one for the moves of
+keys and values, which run beside it, and one for weights that migrate: of those only the length is reported, and the
+end is taken to be when the report came. The coordinator has one track for the policy and one a lane of requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from itertools import count
 from typing import TypeAlias
 
 from ..proto.ids import Layout, Rank, RequestId
-from ..proto.reports import AnyReport, Hello, ShiftCommitted, Span, SpanKind, TickFinished
+from ..proto.reports import AnyReport, Hello, ShiftCommitted, Span, SpanKind, TickFinished, WeightsMigrated
 from .clock_offsets import ClockOffset
 from .generation import RequestPlan, TokenEvent
 from .scheduler import Ended, PromptRead, SchedulerEvent, Started
@@ -18,7 +19,7 @@ from .session import Phase
 
 COORDINATOR = 1  # the process numbers of a trace: a viewer takes 0 for the system's own
 FIRST_RANK = 2
-WORK_TRACK, MOVES_TRACK = 1, 2  # of a rank
+WORK_TRACK, MOVES_TRACK, WEIGHTS_TRACK = 1, 2, 3  # of a rank
 POLICY_TRACK, FIRST_LANE = 1, 2  # of the coordinator
 
 Facts: TypeAlias = Mapping[str, object]
@@ -70,6 +71,7 @@ class Trace:
         self._offsets: tuple[ClockOffset, ...] = ()
         self._open: dict[RequestId, _OpenRequest] = {}
         self._lanes = 0  # named so far
+        self._migrated_until: dict[Rank, float] = {}
 
     def also(self, write: Callable[[TraceEvent], None]) -> None:
         """Hand events to this one too, from now on."""
@@ -99,6 +101,8 @@ class Trace:
                 self._write(_stretch(report, span, offset))
         elif isinstance(report, ShiftCommitted):
             self._shift_committed(report, now)
+        elif isinstance(report, WeightsMigrated):
+            self._weights_migrated(report, now)
 
     # Requests
 
@@ -129,6 +133,7 @@ class Trace:
             return  # it was submitted before the trace began
         match event:
             case Started():
+                one.committed.clear()  # a second time where its group was lost
                 returns = one.plan.first_layout is not one.plan.prefill
                 self._enter(one, Phase.RETURN if returns else Phase.PREFILL, now)
             case PromptRead():
@@ -147,6 +152,17 @@ class Trace:
         for one in self._open.values():
             self._close_phase(one, now)
         self._open.clear()
+
+    def _weights_migrated(self, report: WeightsMigrated, now: float) -> None:
+        process = FIRST_RANK + report.rank
+        if report.rank not in self._migrated_until:
+            self._write(TrackNamed(process, WEIGHTS_TRACK, "weights"))
+        # Reports that are read together must not seem to have been made together.
+        start = max(now - report.seconds, self._migrated_until.get(report.rank, 0.0))
+        self._migrated_until[report.rank] = now
+        facts = {"layers": list(report.layers), "bytes": report.received_bytes, "seconds": report.seconds}
+        name = f"weights to the {report.to} layout"
+        self._write(Stretch(process, WEIGHTS_TRACK, name, "weights", min(start, now), now, facts))
 
     def _shift_committed(self, report: ShiftCommitted, now: float) -> None:
         one = self._open.get(report.request)

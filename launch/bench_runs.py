@@ -10,7 +10,7 @@ from statistics import median
 from ..coordinator.chunk_plan import Auto, ChunkRule
 from ..coordinator.driver import Driver, generate
 from ..coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from ..coordinator.policy import journeys
+from ..coordinator.policy import Journey, journeys
 from ..coordinator.trace import Stretch, Trace, TraceEvent
 from ..proto.errors import RequestFailedError
 from ..proto.generation_result import GenerationResult
@@ -40,9 +40,9 @@ class Combination:
 AUTO = Combination(None, None)
 
 
-def combinations(ranks: int) -> tuple[Combination, ...]:
-    """All fixed ones that so many workers know, then auto."""
-    return (*(Combination(prefill, decode) for prefill, decode in journeys(ranks, None, None)), AUTO)
+def combinations(ranks: int, allowed: Sequence[Journey] | None = None) -> tuple[Combination, ...]:
+    """All fixed ones that so many workers know and (`allowed`) have room for, then auto."""
+    return (*(Combination(prefill, decode) for prefill, decode in journeys(ranks, None, None, allowed)), AUTO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def _timed(
     from ..bench_runs import collect_stretches, combinations, interleaved
 
     driver = session.driver
-    taken = combinations(session.placement.ranks)
+    taken = combinations(session.placement.ranks, driver.settings.journeys)
     collector = collect_stretches(driver, session.trace)
     note(f"warming up: each pair once with {prompt} + {min(answer, WARM_UP_ANSWER_TOKENS)} tokens, from seed {seed}")
     warm_up = interleaved(

@@ -19,6 +19,7 @@ from gearshift.proto.reports import (
     Span,
     SpanKind,
     TickFinished,
+    WeightsMigrated,
 )
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
@@ -123,6 +124,16 @@ def test_spans_of_another_hosts_clock_are_moved_to_ours_and_moves_have_their_own
     assert (chunk.process, chunk.name, chunk.start_seconds, chunk.end_seconds) == (3, "chunk", 1.0, 3.0)
     assert chunk.facts == {"tick": 4, "tokens": 64, "request": 0}
     assert (moves.track, moves.name, moves.end_seconds) == (2, "moves to the tensor layout", 4.0)
+
+
+def test_weights_that_migrate_have_a_track_of_their_own_and_do_not_overlap() -> None:
+    trace, events = new_trace()
+    for layer in range(2):
+        trace.reported(WeightsMigrated(Rank(1), TENSOR, (layer,), 0.5, 64), 5.0)
+    first, second = (event for event in events if isinstance(event, Stretch))
+    assert (first.process, first.track, first.start_seconds, first.end_seconds) == (3, 3, 4.5, 5.0)
+    assert (second.start_seconds, second.facts["layers"], second.facts["seconds"]) == (5.0, [1], 0.5)
+    assert TrackNamed(3, 3, "weights") in events
 
 
 def test_an_offset_within_its_uncertainty_is_none() -> None:

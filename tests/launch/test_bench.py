@@ -56,6 +56,7 @@ def test_every_combination_has_one_turn_a_round_and_none_always_follows_the_same
     assert Counter(order) == Counter({(number, one): 1 for number in range(5) for one in taken})
     assert {one for number, one in order if order.index((number, one)) % 5 == 0} == set(taken)
     assert [one.name for one in combinations(1)] == ["layer->layer", "auto"]
+    assert [one.name for one in combinations(2, [(LAYER, LAYER)])] == ["layer->layer", "auto"]
 
 
 def test_prompts_follow_from_their_seed_and_keep_off_special_tokens() -> None:
