@@ -70,6 +70,10 @@ class LoadModel(Command, frozen=True):
     max_chunk_tokens: int
 
 
+class UnloadModel(Command, frozen=True):
+    """Give up the loaded model and its memory; another `LoadModel` may follow."""
+
+
 class MeasureCosts(Command, frozen=True):
     """Time the model's layers on made-up rows, and the links. Answered by `CostsMeasured` from every rank.
 
@@ -229,6 +233,7 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | Redirect | OpenLinks | ProbeMemory | LoadModel | MeasureCosts | OpenRequest | RunTick | ReadClock
-    | PrepareShift | CommitShift | AbandonShift | PrepareMigration | MigrateWeights | HashKv | ReportMemory | Shutdown
+    Welcome | Refuse | Redirect | OpenLinks | ProbeMemory | LoadModel | UnloadModel | MeasureCosts | OpenRequest
+    | RunTick | ReadClock | PrepareShift | CommitShift | AbandonShift | PrepareMigration | MigrateWeights | HashKv
+    | ReportMemory | Shutdown
 )

@@ -30,6 +30,7 @@ from ..proto.commands import (
     ReportMemory,
     RunTick,
     Shutdown,
+    UnloadModel,
     Welcome,
 )
 from ..proto.errors import ProtocolError
@@ -60,6 +61,7 @@ from .memory import (
     device_free_bytes,
     device_reserved_bytes,
     probe,
+    return_freed_memory,
     usable_bytes,
 )
 from .model.decoder import Decoder
@@ -113,6 +115,13 @@ def run(
                         model.close()
                     here = replace(command, spec=files_here(command.spec, model_path))
                     model = load_model(here, Rank(rank), links, device, channel, hooks)
+                case UnloadModel():
+                    if model is not None:
+                        model.close()
+                    model = None
+                    return_freed_memory()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
                 case ReadClock():
