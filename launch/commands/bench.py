@@ -92,6 +92,7 @@ def bench(
     memory_limit: flags.MemoryLimit = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
+    measure: flags.Measure = None,
     as_json: flags.Json = False,
     csv_file: CsvFile = None,
     trace: flags.TraceFile = None,
@@ -113,7 +114,7 @@ def bench(
     from ..llama_bench import find_peer, run_peer
     from ..session_setup import open_model, open_session
 
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings("auto", "auto", chunk)
     peer = None if against is None else find_peer(against, _words(against_options))
     opened = open_model(model)
