@@ -7,6 +7,7 @@ import pytest
 from gearshift.coordinator.clock_offsets import ClockOffset
 from gearshift.coordinator.trace import Trace
 from gearshift.launch import trace_file as module
+from gearshift.launch.command_line import run_command
 from gearshift.launch.trace_file import trace_file
 from gearshift.proto.errors import InputError, WorkerLostError
 from gearshift.proto.ids import Layout, Rank, RequestId
@@ -67,3 +68,8 @@ def test_a_trace_that_grows_too_long_ends_and_says_so(
         tell(trace)
     assert len(read_trace(path)) == 7
     assert "the trace has 7 events: what comes now is left out" in capsys.readouterr().err
+
+
+def test_a_trace_is_the_groups_own_and_not_a_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(("run", "--connect", "tcp://127.0.0.1:1", "-p", "a", "--trace", "t.json")) == 2
+    assert "--trace cannot be given with --connect" in capsys.readouterr().err
