@@ -7,6 +7,7 @@ scales become bytes.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 GROUP_COLUMNS = 64  # planes come in groups of so many columns
 DENSE_ELEMENT_BYTES = 2  # bf16, where a type has no planes or a width is no whole groups
@@ -47,6 +48,7 @@ def has_planes(type_name: str, columns: int) -> bool:
     return type_name in PLANES and columns > 0 and columns % GROUP_COLUMNS == 0
 
 
+@lru_cache(maxsize=1024)
 def device_row_bytes(type_name: str, columns: int) -> int:
     """One row of `columns` held columns on a GPU."""
     if has_planes(type_name, columns):
