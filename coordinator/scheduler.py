@@ -254,6 +254,7 @@ class Scheduler:
             log += self._take_commands()
             log += self._open_waiting()
             log += self._move_weights()
+            log += self._commit_shifts()  # those that waited for weights
             tick = self._next_tick()
             log += self._take_commands()
             if tick is None:
@@ -415,7 +416,7 @@ class Scheduler:
     def _commit_shifts(self) -> list[AnyCommand]:
         commands: list[AnyCommand] = []
         for session in self._open.values():
-            if session.can_commit:
+            if session.can_commit and self.weights.allows(session.target_layout):
                 commands += session.commit()
         return commands
 

@@ -42,8 +42,14 @@ class GroupPlan:
         whole_layers: frozenset[int] = frozenset(),
         migrating_layers: frozenset[int] = frozenset(),
     ) -> Placement:
-        """Where the model lies; with `shares` those of layers and of every layer instead of the settings'."""
+        """Where the model lies; with `shares` those of layers and of every layer instead of the settings'.
+
+        A residency that the user names holds unless another is given here.
+        """
         settings = self.settings
+        if settings.residency is not None and not (whole_layers or migrating_layers):
+            named = settings.residency.of(len(self.spec.layers))
+            whole_layers, migrating_layers = frozenset(named.whole), frozenset(named.migrating)
         return place(
             self.spec,
             settings.workers,
@@ -110,7 +116,10 @@ def _fit_type(
     if not case.max_chunk_tokens:
         case = with_usual_chunk(case, wish.tokens, [one.base_bytes for one in devices])
         chunks = SHORT_CHUNKS
-    return choose_fit(candidates(case, found, wish, plan.placement, chunks), found, wish, plan.placement)
+    ways = candidates(case, found, wish, plan.placement, chunks)
+    if plan.settings.residency is not None:
+        ways = tuple(way for way in ways if way.case.placement == placement)
+    return choose_fit(ways, found, wish, plan.placement)
 
 
 def _smaller(fit: Fit) -> Fit:

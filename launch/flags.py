@@ -176,6 +176,15 @@ MemoryLimit = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+ResidencyFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--residency",
+        metavar="auto|both|migrate|owner",
+        help="Where layers lie: for both layouts, moved at a shift, or whole on one worker. auto: as many both as fit.",
+        rich_help_panel=GROUP,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

@@ -14,6 +14,7 @@ from ..proto.commands import LinkOptions
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
+from .residency_option import ResidencyWish, parse_residency
 from .settings import SAMPLING_SETTINGS, Source
 from .user_folders import current_settings
 
@@ -50,6 +51,7 @@ class GroupSettings:
     kv_format: KvFormat | None
     reserve_bytes: int | None = None  # of each device's memory
     memory_limits: tuple[int, ...] | None = None  # bytes; one for all workers, or one for each
+    residency: ResidencyWish | None = None  # of each layer; None: by what fits
     link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
 
@@ -65,7 +67,7 @@ class LayoutSettings:
 
 GROUP_FLAGS = (
     "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
-    "kv_type", "reserve", "memory_limit", "no_peer", "throttle_link",
+    "kv_type", "reserve", "memory_limit", "residency", "no_peer", "throttle_link",
 )  # fmt: skip
 SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
 
@@ -88,6 +90,7 @@ def group_settings(
     kv_type: str | None = None,
     reserve: str | None = None,
     memory_limit: str | None = None,
+    residency: str | None = None,
     no_peer: bool | None = None,
     throttle_link: float | None = None,
     measure: bool | None = None,
@@ -106,6 +109,7 @@ def group_settings(
             "kv_type": kv_type,
             "reserve": reserve,
             "memory_limit": memory_limit,
+            "residency": residency,
             "no_peer": no_peer,
             "throttle_link": throttle_link,
             "measure": measure,
@@ -123,6 +127,7 @@ def group_settings(
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
         reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
         memory_limits=parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit")),
+        residency=parse_residency(chosen.place("residency"), chosen.text("residency")),
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
     )

@@ -69,6 +69,7 @@ GROUP_SETTINGS = (
     Setting("kv_type", Text(), "auto"),
     Setting("reserve", Text("a size with a unit, as in 256M")),
     Setting("memory_limit", Text("sizes with units, as in 8G,6G")),
+    Setting("residency", Text(), "auto"),
     Setting("no_peer", Switch(), False),
     Setting("throttle_link", Number(0.001, 10_000.0)),
     Setting("verify_shift", Switch(), False),

@@ -53,6 +53,7 @@ def chat(
     kv_type: flags.KvTypeFlag = None,
     reserve: flags.Reserve = None,
     memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,

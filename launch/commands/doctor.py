@@ -50,6 +50,7 @@ def doctor(
     kv_type: flags.KvTypeFlag = None,
     reserve: flags.Reserve = None,
     memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
     as_json: flags.Json = False,
 ) -> None:
     """Check this machine: each line is OK or says what to do. Ends with 1 where there is a problem."""
@@ -66,6 +67,7 @@ def doctor(
         kv_type=kv_type,
         reserve=reserve,
         memory_limit=memory_limit,
+        residency=residency,
     )
     layouts = layout_settings(prefill, decode)
     context_tokens = current_settings({"context": context}).whole_number_or_none("context")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.weight_keeper import BACKGROUND_GROUPS, WeightKeeper
-from gearshift.proto.commands import MigrateWeights, PrepareMigration
+from gearshift.proto.commands import CommitShift, MigrateWeights, PrepareMigration, RunTick
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.generation_result import FinishReason, ShiftFailureKind
 from gearshift.proto.ids import Layout, Rank, RequestId, WeightSource
@@ -57,6 +57,17 @@ def test_weights_go_there_before_the_first_step_and_home_when_nothing_is_asked(r
     assert (there.to, there.background, there.groups) == (TENSOR, False, len(groups))
     assert (back.to, back.background, back.groups) == (LAYER, True, len(groups))
     assert there.received_bytes == back.received_bytes == 1000 * ranks * len(groups)
+
+
+def test_a_shift_is_committed_behind_its_weights_so_that_their_time_counts_as_exposed() -> None:
+    run = new_migrating_run(2)
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
+    run.finish()
+    log = run.group.log
+    moves = [place for place, command in enumerate(log) if isinstance(command, MigrateWeights) and command.to is TENSOR]
+    commit = next(place for place, command in enumerate(log) if isinstance(command, CommitShift))
+    step = next(place for place, command in enumerate(log) if isinstance(command, RunTick) and command.decode)
+    assert moves[-1] < commit < step
 
 
 def test_ranks_are_asked_when_the_request_opens_not_when_its_prompt_is_read() -> None:
