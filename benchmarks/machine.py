@@ -10,6 +10,9 @@ from pathlib import Path
 from gearshift import __version__
 
 
+TOLD_PREFIXES = ("NCCL_", "GLOO_", "GEARSHIFT_", "CUDA_VISIBLE_DEVICES")
+
+
 def machine_facts(devices: Sequence[str]) -> dict[str, object]:
     """Machine, versions, and how busy it is: the load average of the last minute counts what runs beside us."""
     return {
@@ -21,6 +24,7 @@ def machine_facts(devices: Sequence[str]) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "gearshift": __version__,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(TOLD_PREFIXES)},
     }
 
 
