@@ -9,7 +9,6 @@ from pathlib import Path
 
 from gearshift import __version__
 
-
 TOLD_PREFIXES = ("NCCL_", "GLOO_", "GEARSHIFT_", "CUDA_VISIBLE_DEVICES")
 
 
