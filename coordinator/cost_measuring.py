@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import fmean
+from statistics import fmean, median
+from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from ..proto.commands import MeasureCosts
@@ -32,6 +34,7 @@ MIB = 1 << 20
 BATCHES = (1, 4, 8, 16)  # of the decode steps that are timed
 STEP_ROOM = 16  # positions behind the cached tokens of a timed step
 TRANSFER_BYTES = (MIB, 16 * MIB)
+THOROUGH_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class MeasuringPlan:
     reduce_bytes: tuple[int, ...] = ()
     transfer_bytes: tuple[int, ...] = ()
     host_copy_bytes: tuple[int, ...] = ()
+    rounds: int = 1  # all of it so often; the middle counts
 
     def commands(self) -> Iterator[tuple[str, MeasureCosts]]:
         """What is measured, in words, and the command for it: one after the other."""
@@ -104,6 +108,7 @@ def measuring_plan(
         reduce_bytes=() if alone else scale.reduce_bytes,
         transfer_bytes=() if alone else TRANSFER_BYTES,
         host_copy_bytes=() if device == "cpu" else TRANSFER_BYTES,
+        rounds=THOROUGH_ROUNDS if thorough else 1,
     )
 
 
@@ -181,6 +186,23 @@ def joined(reports: Sequence[CostsMeasured]) -> CostsMeasured:
         transfers=tuple(transfer for one in reports for transfer in one.transfers),
         host_copies=together([one.host_copies for one in reports]),
     )
+
+
+def middle(rounds: Sequence[CostsMeasured]) -> CostsMeasured:
+    """One rank's answers to the same command, told some times: of every figure the median."""
+    if len(rounds) == 1:
+        return rounds[0]
+    same = [msgspec.to_builtins(one) for one in rounds]
+    return msgspec.convert(_medians(same), CostsMeasured)
+
+
+def _medians(same: Sequence[Any]) -> Any:
+    first = same[0]
+    if isinstance(first, dict):
+        return {key: _medians([one[key] for one in same]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_medians(values) for values in zip(*same, strict=True)]
+    return median(same) if isinstance(first, float) else first
 
 
 def shift_bytes_a_token(spec: ModelSpec, placement: Placement, kv_format: KvFormat) -> int:

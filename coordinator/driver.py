@@ -8,7 +8,7 @@ from typing import TypeVar, assert_never
 
 from msgspec.structs import replace
 
-from ..proto.commands import LoadModel, ReportMemory, RunTick, Shutdown
+from ..proto.commands import LoadModel, MeasureCosts, ReportMemory, RunTick, Shutdown
 from ..proto.errors import (
     DoesNotFitError,
     GearshiftError,
@@ -49,7 +49,7 @@ from .answer_length import AnswerLengths
 from .chunk_plan import Limits
 from .clock_offsets import clock_offsets
 from .cluster import Group
-from .cost_measuring import Measurement, MeasuringPlan, joined, measuring_plan, shift_bytes_a_token
+from .cost_measuring import Measurement, MeasuringPlan, joined, measuring_plan, middle, shift_bytes_a_token
 from .cost_model import Costs
 from .cost_refinement import CostRefinement
 from .generation import (
@@ -222,8 +222,8 @@ class Driver:
         for words, command in plan.commands():
             if on_part is not None:
                 on_part(words)
-            self._group.broadcast(command)
-            answers.append(self._collect(CostsMeasured, "measure costs"))
+            rounds = [self._measured(command) for _ in range(plan.rounds)]
+            answers.append(tuple(middle(reports) for reports in zip(*rounds, strict=True)))
         if self._placement.migrating:  # there and back: what it takes is known before the first request
             self.bring_weights(Layout.TENSOR)
             self.bring_weights(Layout.LAYER)
@@ -231,6 +231,10 @@ class Driver:
         found = Measurement(plan, self._placement, by_rank, self._shift_bytes(), self._spec.hidden)
         self.use_costs(found.costs)
         return found
+
+    def _measured(self, command: MeasureCosts) -> tuple[CostsMeasured, ...]:
+        self._group.broadcast(command)
+        return self._collect(CostsMeasured, "measure costs")
 
     def _weight_keeper(self, compute_type: ComputeType) -> WeightKeeper:
         if not self._placement.migrating:

@@ -11,6 +11,7 @@ from .. import __version__
 from ..proto.errors import GearshiftError
 from .commands import (
     bench,
+    calibrate,
     chat,
     config,
     coordinator,
@@ -48,6 +49,7 @@ app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("coordinator", epilog=coordinator.EXAMPLES)(coordinator.coordinator)
 app.command("keys", epilog=keys.EXAMPLES)(keys.keys)
 app.command("config", epilog=config.EXAMPLES)(config.config)

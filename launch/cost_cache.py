@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from .. import __version__
-from ..coordinator.cluster import Cluster
 from ..coordinator.cost_files import read_cost_file, write_costs
 from ..coordinator.cost_measuring import MeasuringPlan
 from ..coordinator.cost_model import Costs
@@ -19,6 +19,7 @@ from ..proto.codec import PROTOCOL_VERSION
 from ..proto.errors import InputError
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
+from ..proto.reports import Hello
 from .console import note
 from .options import GroupSettings
 from .user_folders import costs_folder
@@ -29,6 +30,13 @@ SPEED_PREFIXES = ("NCCL_", "GLOO_")
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 
 Facts = dict[str, object]
+
+
+class Gathered(Protocol):
+    """A group whose workers have all joined."""
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class CostPlace:
 
 
 def settle_costs(
-    driver: Driver, cluster: Cluster, placement: Placement, loaded: LoadResult, settings: GroupSettings
+    driver: Driver, cluster: Gathered, placement: Placement, loaded: LoadResult, settings: GroupSettings
 ) -> CostPlace:
     """Let the driver plan with the costs of this group: those kept from before, else measured now and kept.
 
@@ -63,7 +71,7 @@ def settle_costs(
 
 def cost_facts(
     spec: ModelSpec,
-    cluster: Cluster,
+    cluster: Gathered,
     placement: Placement,
     loaded: LoadResult,
     settings: GroupSettings,

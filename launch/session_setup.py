@@ -93,11 +93,12 @@ def open_session(
     parallel_requests: int = 1,
     gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
     trace_path: str | None = None,
+    measure: bool = True,
 ) -> Iterator[Session]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
-    started elsewhere instead. Where there is a `trace_path`, requests are traced there.
+    started elsewhere instead. Where there is a `trace_path`, requests are traced there. Not `measure`: the caller does.
     """
     wish = ContextWish(context, asked=True) if isinstance(context, int) else context
     spec = build_spec(opened.files, wish.tokens)
@@ -139,7 +140,7 @@ def open_session(
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
         costs = None
-        if costs_are_needed(settings.workers, layouts):
+        if measure and costs_are_needed(settings.workers, layouts):
             costs = settle_costs(driver, cluster, placement, loaded, settings)
         if trace is not None:
             driver.follow(trace, cluster.hellos)

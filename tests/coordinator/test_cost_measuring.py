@@ -8,40 +8,15 @@ from msgspec.structs import replace
 from gearshift.coordinator.cost_measuring import (
     MIB,
     Measurement,
-    MeasuringPlan,
     joined,
     measuring_plan,
-    shift_bytes_a_token,
+    middle,
 )
-from gearshift.proto.ids import KvType, Rank
-from gearshift.proto.kv import KvFormat
-from gearshift.proto.placement.cuts import place
+from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
 from gearshift.tests.helpers import measured as made_up
-from gearshift.tests.helpers.specs import layer_spec, model_spec
 
-SPEC = model_spec([layer_spec()] * 4, vocab=60)
-F16 = KvFormat(KvType.F16, KvType.F16)
-PLAN = measuring_plan("cpu", 2, 4096, 512, 8)
-
-
-def measured(
-    speeds: tuple[float, ...] = (1.0, 1.0), plan: MeasuringPlan = PLAN, cuts: tuple[int, ...] = (2,)
-) -> Measurement:
-    """Two ranks of these speeds, as made up by the helper, command by command."""
-    placement = place(SPEC, len(speeds), layer_cuts=cuts)
-    answers = [
-        joined(
-            [
-                made_up.measured_costs(
-                    Rank(rank), len(speeds), len(SPEC.layers), command, speed, range(len(placement.stages[rank]))
-                )
-                for _, command in plan.commands()
-            ]
-        )
-        for rank, speed in enumerate(speeds)
-    ]
-    return Measurement(plan, placement, tuple(answers), shift_bytes_a_token(SPEC, placement, F16))
+SPEC, PLAN, measured = made_up.SPEC, made_up.PLAN, made_up.measured
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 8, 16, 64, 255, 576, 4096, 200_000])
@@ -160,3 +135,11 @@ def test_parts_that_are_not_at_hand_are_judged_by_their_share() -> None:
     assert judged.decode_tensor is not None
     assert known.decode_tensor is not None
     assert judged.decode_tensor.seconds(4, 100) == pytest.approx(known.decode_tensor.seconds(4, 100), rel=0.05)
+
+
+def test_of_several_rounds_the_middle_figure_counts() -> None:
+    (_, command), *_ = PLAN.commands()
+    rounds = [made_up.measured_costs(Rank(1), 2, 4, command, speed) for speed in (1.0, 5.0, 0.1)]
+    assert middle(rounds) == rounds[0]
+    assert middle(rounds[:1]) is rounds[0]
+    assert joined([middle(rounds)]) == rounds[0]

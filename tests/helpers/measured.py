@@ -1,8 +1,21 @@
 """What ranks of made-up speeds would answer to `MeasureCosts`."""
 
+from gearshift.coordinator.cost_measuring import (
+    Measurement,
+    MeasuringPlan,
+    joined,
+    measuring_plan,
+    shift_bytes_a_token,
+)
 from gearshift.proto.commands import MeasureCosts
-from gearshift.proto.ids import Rank
+from gearshift.proto.ids import KvType, Rank
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import CostsMeasured, KindSeconds, TransferSeconds
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+
+SPEC = model_spec([layer_spec()] * 4, vocab=60)
+PLAN = measuring_plan("cpu", 2, 4096, 512, 8)
 
 LAYER = (1e-3, 1e-5, 1e-9)  # b, a, q of a whole layer on a rank of speed 1
 STEP_SECONDS = 2e-3
@@ -51,3 +64,17 @@ def measured_costs(
             for size in command.transfer_bytes
         ),
     )
+
+
+def measured(
+    speeds: tuple[float, ...] = (1.0, 1.0), plan: MeasuringPlan = PLAN, cuts: tuple[int, ...] = (2,)
+) -> Measurement:
+    """Ranks of these speeds that hold `SPEC`, as made up above, command by command."""
+    placement, ranks = place(SPEC, len(speeds), layer_cuts=cuts), len(speeds)
+    answers = []
+    for rank, speed in enumerate(speeds):
+        stage = range(len(placement.stages[rank]))
+        told = (measured_costs(Rank(rank), ranks, 4, command, speed, stage) for _, command in plan.commands())
+        answers.append(joined(list(told)))
+    shift_bytes = shift_bytes_a_token(SPEC, placement, KvFormat(KvType.F16, KvType.F16))
+    return Measurement(plan, placement, tuple(answers), shift_bytes, SPEC.hidden)

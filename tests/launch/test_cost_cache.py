@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.cluster import Cluster
 from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult, generate
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.launch import cost_cache
@@ -50,7 +49,7 @@ def started(**changes: Any) -> tuple[Driver, bool, CostPlace]:
     group = GroupOfWorkers(2, (200, 200), vocab=60)
     driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
     loaded = driver.load()
-    place = settle_costs(driver, cast(Cluster, group), PLACEMENT, loaded, settings(**changes))
+    place = settle_costs(driver, group, PLACEMENT, loaded, settings(**changes))
     assert driver.costs is not None
     return driver, any(isinstance(command, MeasureCosts) for command in group.log), place
 
@@ -120,7 +119,7 @@ def facts(environment: Mapping[str, str] | None = None, **changes: Callable[[Any
     }
     chosen |= {name: change(chosen[name]) for name, change in changes.items()}
     group.hellos = chosen.pop("hellos")
-    return cost_path(cost_facts(cluster=cast(Cluster, group), environment=environment or {}, **chosen))
+    return cost_path(cost_facts(cluster=group, environment=environment or {}, **chosen))
 
 
 def with_another_file(spec: ModelSpec) -> ModelSpec:
