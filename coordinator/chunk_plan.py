@@ -55,8 +55,9 @@ class Limits:
     token_gap_seconds: float = inf
 
     @classmethod
-    def for_device(cls, device: str, max_chunk: int) -> "Limits":
-        return cls(32, 64, max_chunk) if device == "cpu" else cls(256, 512, max_chunk)
+    def for_device(cls, device: str, max_chunk: int, token_gap_seconds: float = inf) -> "Limits":
+        grid, minimum = (32, 64) if device == "cpu" else (256, 512)
+        return cls(grid, minimum, max_chunk, token_gap_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_settings
+from math import inf
 from typing import TypeVar, assert_never
 
 from msgspec.structs import replace
@@ -92,6 +93,7 @@ class DriverSettings:
     decode: Layout | None = None
     journeys: tuple[Journey, ...] | None = None  # (prefill, decode) pairs there is room for; None: all of these layouts
     parallel_requests: int = 1  # requests of full context whose KV fits at once
+    token_gap_seconds: float = inf  # bound of a tick in which a prompt is read beside answers
     max_open: int = 8
     lookahead_steps: int = 4
     kept_sequences: int = 8  # of ended turns, at most; one a conversation, and only while nobody needs their slots
@@ -326,7 +328,9 @@ class Driver:
             vocab=self._spec.vocab,
             context_tokens=self._settings.context_tokens,
             costs=self.costs,
-            limits=Limits.for_device(self._settings.device, self._settings.max_chunk_tokens),
+            limits=Limits.for_device(
+                self._settings.device, self._settings.max_chunk_tokens, self._settings.token_gap_seconds
+            ),
             weights=regret_now(self._scheduler.weights, self._costs, last, idle=self._scheduler.idle),
             running=self._scheduler.running,
             lengths=self._lengths,

@@ -88,6 +88,16 @@ MaxChunk = Annotated[
         "--max-chunk", metavar="N", min=1, help="Longest chunk the buffers take.", rich_help_panel=GROUP
     ),
 ]
+MaxTokenGap = Annotated[
+    float | None,
+    typer.Option(
+        "--max-token-gap",
+        metavar="MS",
+        help="Most milliseconds between two tokens of an answer while other prompts are read (inter-token latency):"
+        " their chunks become as short as that needs.",
+        rich_help_panel=GROUP,
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
@@ -109,8 +119,8 @@ LayerShare = Annotated[
     str | None,
     typer.Option(
         "--layer-share",
-        metavar="X,..",
-        help="Share of the layers each stage owns: 3,1.",
+        metavar="auto|X,..",
+        help="Share of the layers each stage owns: 3,1. auto: equal; unequal devices are timed.",
         rich_help_panel=GROUP,
     ),
 ]
@@ -118,8 +128,8 @@ TensorShare = Annotated[
     str | None,
     typer.Option(
         "--tensor-share",
-        metavar="X,..",
-        help="Share of every layer each worker owns: 3,1.",
+        metavar="auto|X,..",
+        help="Share of every layer each worker owns: 3,1. auto: equal; unequal devices are timed.",
         rich_help_panel=GROUP,
     ),
 ]

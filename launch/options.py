@@ -55,6 +55,7 @@ class GroupSettings:
     link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
 
+    token_gap_seconds: float | None = None  # the most between two tokens of an answer while prompts are read
 
 @dataclass(frozen=True, slots=True)
 class LayoutSettings:
@@ -95,6 +96,7 @@ def group_settings(
     throttle_link: float | None = None,
     measure: bool | None = None,
 ) -> GroupSettings:
+    max_token_gap: float | None = None,
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
     chosen = current_settings(
         {
@@ -114,6 +116,7 @@ def group_settings(
             "throttle_link": throttle_link,
             "measure": measure,
         }
+            "max_token_gap": max_token_gap,
     )
     return GroupSettings(
         workers=chosen.whole_number("workers"),
@@ -131,6 +134,7 @@ def group_settings(
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
     )
+        token_gap_seconds=_seconds(chosen.number_or_none("max_token_gap")),
 
 
 def layout_settings(
@@ -181,8 +185,8 @@ def parse_cut_points(flag: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_shares(flag: str, text: str | None) -> tuple[float, ...] | None:
-    """`3,1` or `0.75,0.25`: one number a worker; whether they fit is for the placement to say."""
-    return None if text is None else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
+    """`3,1` or `0.75,0.25`: one number a worker; whether they fit is for the placement to say. `auto` is None."""
+    return None if text is None or text == AUTO else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
 
 
 def parse_sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
@@ -219,6 +223,10 @@ def _bytes_per_second(gigabytes: float | None) -> float | None:
 def parse_seed(flag: str, seed: int) -> int:
     """0 <= seed < 2^64; -1, as other programs have it, draws one from the system."""
     if seed == -1:
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
         from secrets import randbits
 
         return randbits(64)
