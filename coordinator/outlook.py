@@ -1,6 +1,6 @@
 """What `gearshift plan` tells about a request before it is run: all journeys, when each pays, who works when. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..proto.ids import Layout
@@ -65,13 +65,16 @@ def look_ahead(
     rule: ChunkRule,
     limits: Limits,
     weights: Regret | None = None,
+    allowed: Sequence[Journey] | None = None,
 ) -> Outlook:
-    """The plan of a task by these costs; layouts None: the policy's choice."""
+    """The plan of a task by these costs; layouts None: the policy's choice, of those `allowed`."""
     ranks = len(costs.stages)
-    every = journeys(ranks, None, None)
+    every = journeys(ranks, None, None, allowed)
     plans = chunk_plans(task, costs, ranks, rule, limits, tuple(dict.fromkeys(first for first, _ in every)))
     found = forecasts(task, costs, every, plans, weights)
-    choice = choose(task, costs, prefill, decode, ranks=ranks, rule=rule, limits=limits, weights=weights)
+    choice = choose(
+        task, costs, prefill, decode, ranks=ranks, rule=rule, limits=limits, weights=weights, allowed=allowed
+    )
     return Outlook(
         task=task,
         ranks=ranks,

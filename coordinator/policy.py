@@ -82,9 +82,9 @@ def choose(
     if not found:
         best, reason = open_journeys[0], "no journey's costs were measured"
     elif weights is not None:
-        best, weights = _by_regret(found, weights)
-        why = f"by what staying has cost ({weights.seconds:.3g} s of the {weights.round_trip_seconds:.3g} s to move)"
-        reason = _reason(best, found, task, why)
+        best, after = _by_regret(found, weights)
+        reason = _reason(best, found, task, _told_regret(best, weights, after))
+        weights = after
     else:
         best = min(found, key=lambda journey: found[journey].seconds)
         reason = _reason(best, found, task, "is predicted fastest")
@@ -143,6 +143,13 @@ def _by_regret(found: Mapping[Journey, Forecast], weights: Regret) -> tuple[Jour
     }
     after = before.note(written.get(Layout.LAYER, inf), written.get(Layout.TENSOR, inf))
     return (before.state, after.state), after
+
+
+def _told_regret(best: Journey, before: Regret, after: Regret) -> str:
+    round_trip = f"{after.round_trip_seconds:.3g} s of a move there and back"
+    if set(best) == {before.state}:
+        return f"leaves weights where they are (staying has cost {after.seconds:.3g} of the {round_trip})"
+    return f"moves weights (staying would cost more than the {round_trip})"
 
 
 def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,23 +12,20 @@ from .. import __version__
 from ..coordinator.chunk_plan import Limits
 from ..coordinator.cost_files import CostFile, read_cost_file
 from ..coordinator.cost_model import Costs
-from ..coordinator.fit_choice import with_usual_chunk
+from ..coordinator.fit_choice import ContextWish
 from ..coordinator.model_spec import build_spec
 from ..proto.codec import PROTOCOL_VERSION
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType
 from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
-from ..proto.placement.plan import Placement
 from .cost_cache import placement_digest, speed_variables
-from .fit_check import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
 from .fitting import GroupPlan
 from .options import Device, GroupSettings, LayoutSettings
-from .plan_report import PhaseBytes
+from .plan_fit import CPU, PlannedMemory, plan_memory
 from .session_setup import check_kv_format, open_model, open_session, wish_context
 from .user_folders import costs_folder
 
-CPU = "cpu"
 USUAL_MAX_CHUNK_TOKENS = 2048
 
 
@@ -41,8 +38,7 @@ class FoundCosts:
     facts: Mapping[str, object]
     limits: Limits
     model: str | None = None
-    memory: Sequence[PhaseBytes] | None = None
-    context_tokens: int | None = None
+    planned: PlannedMemory | None = None
 
 
 def costs_of_file(path: Path, workers: int | None, max_chunk_tokens: int | None) -> FoundCosts:
@@ -86,12 +82,10 @@ def costs_of_model(
             raise InputError(
                 f"--workers {settings.workers}: the costs in {costs_file} are of {len(file.costs.stages)}"
             )
-        return _planned(plan, plan.placement(), file, str(costs_file), wish.tokens)
+        return _planned(plan, wish, file, str(costs_file))
     kept = None if settings.measure else kept_costs(plan.spec, settings)
     if kept is not None:
-        return _planned(
-            plan, plan.placement(), kept[1], f"measured earlier on this machine ({kept[0]})", wish.tokens
-        )
+        return _planned(plan, wish, kept[1], f"measured earlier on this machine ({kept[0]})")
     with open_session(opened, settings, layouts, wish) as session:
         driver = session.driver
         facts = {
@@ -99,24 +93,24 @@ def costs_of_model(
             "compute_type": str(session.loaded.compute_type),
         }
         file = CostFile(driver.costs or driver.measure_costs().costs, facts)
-        return _planned(plan, session.placement, file, "measured now", driver.settings.context_tokens)
+    return _planned(plan, wish, file, "measured now")
 
 
-def _planned(
-    plan: GroupPlan, placement: Placement, file: CostFile, told: str, context_tokens: int
-) -> FoundCosts:
-    """With what the group takes: arithmetic, whether it is to be had or not (`gearshift doctor` tells)."""
+def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> FoundCosts:
+    """With what the group would take of this machine's memory."""
     kind = device_kind(file.facts)
     usual = ComputeType.F32 if kind == CPU else ComputeType.BF16
     named = file.facts.get("compute_type")
     measured = ComputeType(str(named)) if named in tuple(ComputeType) else usual
-    case = plan.case(placement, kind, plan.settings.compute_type or measured)
-    if not case.max_chunk_tokens:
-        taken = CPU_PROCESS_BYTES if kind == CPU else CUDA_PROCESS_BYTES
-        case = with_usual_chunk(case, context_tokens, [taken] * placement.ranks)
-    limits = Limits.for_device(kind, min(context_tokens, case.max_chunk_tokens))
-    memory = case.memory(context_tokens)
-    return FoundCosts(file.costs, told, file.facts, limits, plan.spec.name, memory, context_tokens)
+    found = plan_memory(plan, kind, plan.settings.compute_type or measured, wish)
+    return FoundCosts(
+        costs=file.costs,
+        told=told,
+        facts=file.facts,
+        limits=Limits.for_device(kind, min(found.context_tokens, found.case.max_chunk_tokens)),
+        model=plan.spec.name,
+        planned=found,
+    )
 
 
 def kept_costs(

@@ -1,14 +1,16 @@
 """What `gearshift plan` prints: a line of JSON, or tables and a chart for a person."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..coordinator.chunk_plan import ChunkPlan
+from ..coordinator.memory_fit import RankMemory
 from ..coordinator.outlook import BreakEven, Outlook
 from ..coordinator.policy import Journey, told_forecasts
 from ..proto.ids import Layout
 from .gantt import LEGEND, gantt
+from .plan_fit import PlannedMemory
 from .report import MEBIBYTE, chunks_text
 
 if TYPE_CHECKING:
@@ -18,33 +20,15 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 120  # of the chart, however wide the terminal is
 
 
-class PhaseBytes(Protocol):
-    """What one rank takes, as `coordinator/memory_fit.py` counts it."""
-
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def prefill_bytes(self) -> int: ...
-    @property
-    def shift_bytes(self) -> int: ...
-    @property
-    def decode_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """A plan and where it comes from. `memory`: of each rank, None where no model was given."""
+    """A plan and where it comes from. `planned`: the group's memory, None where no model was given."""
 
     outlook: Outlook
     model: str | None
     costs_from: str
     costs_facts: Mapping[str, object]
-    memory: Sequence[PhaseBytes] | None = None
-    context_tokens: int | None = None
+    planned: PlannedMemory | None = None
     as_measured: Outlook | None = None  # with the shift of the costs, where the plan has another
 
 
@@ -68,8 +52,9 @@ def plan_json(plan: PlanFacts) -> dict[str, Any]:
         "chunks": list(chunk_plan.chunks),
         "chunk_reason": chunk_plan.reason,
         "plain_rule_chunk": chunk_plan.plain_rule_chunk,
-        "context_tokens": plan.context_tokens,
-        "memory": None if plan.memory is None else [_memory_json(memory) for memory in plan.memory],
+        "context_tokens": plan.planned and plan.planned.context_tokens,
+        "memory": None if plan.planned is None else [_memory_json(memory) for memory in plan.planned.memory],
+        "memory_told": [] if plan.planned is None else list(plan.planned.told),
         "bars": [asdict(bar) for bar in outlook.bars],
     }
 
@@ -82,8 +67,10 @@ def show_plan(plan: PlanFacts, console: "Console") -> None:
     console.print(_journey_table(outlook))
     for line in (*_choice_lines(outlook), *_measured_line(plan.as_measured), *_chunk_lines(outlook)):
         console.print(line, markup=False, soft_wrap=True)
-    if plan.memory is not None:
-        console.print(_memory_table(plan.memory, plan.context_tokens))
+    if plan.planned is not None:
+        console.print(_memory_table(plan.planned))
+        for line in plan.planned.told:
+            console.print(line, markup=False, soft_wrap=True)
     chart = _chart(outlook, min(console.width, MOST_COLUMNS))
     if chart:
         console.print()
@@ -177,14 +164,14 @@ def _other_layout_line(outlook: Outlook) -> list[str]:
     return [f"in the {other} layout: {chunks_text(outlook.chunk_plans[other].chunks)}"]
 
 
-def _memory_table(memory: Sequence[PhaseBytes], context_tokens: int | None) -> "Table":
+def _memory_table(planned: PlannedMemory) -> "Table":
     from rich.table import Table
 
-    title = f"memory, MiB, for {context_tokens:,} tokens of context" if context_tokens else "memory, MiB"
+    title = f"memory, MiB, for {planned.context_tokens:,} tokens of context"
     table = Table("rank", title=title, title_justify="left")
     for column in ("weights", "KV", "prompt", "shift", "answer", "peak"):
         table.add_column(column, justify="right")
-    for rank, one in enumerate(memory):
+    for rank, one in enumerate(planned.memory):
         sizes = (
             one.weight_bytes, one.kv_bytes, one.prefill_bytes, one.shift_bytes, one.decode_bytes, one.peak_bytes
         )  # fmt: skip
@@ -223,7 +210,7 @@ def _break_even_json(paid: BreakEven | None) -> dict[str, Any] | None:
     return {"stay": list(map(str, paid.stay)), "shift": list(map(str, paid.shift)), "tokens": paid.tokens}
 
 
-def _memory_json(memory: PhaseBytes) -> dict[str, int]:
+def _memory_json(memory: RankMemory) -> dict[str, int]:
     return {
         "weight_bytes": memory.weight_bytes,
         "kv_bytes": memory.kv_bytes,

@@ -137,12 +137,15 @@ def _plan(
 
     def outlook(costs: "Costs") -> "Outlook":
         return look_ahead(
-            task, costs, layouts.prefill, layouts.decode, rule=layouts.chunk_rule, limits=found.limits
-        )
+            task, costs, layouts.prefill, layouts.decode, rule=layouts.chunk_rule, limits=found.limits, weights=weights,
+            allowed=allowed,
+        )  # fmt: skip
 
-    facts = PlanFacts(
-        outlook(found.costs), found.model, found.told, found.facts, found.memory, found.context_tokens
-    )
+    planned = found.planned
+    weights = planned.weights(found.costs) if planned is not None else None
+    left_open = layouts.prefill is None and layouts.decode is None
+    allowed = planned.case.journeys if planned is not None and left_open else None
+    facts = PlanFacts(outlook(found.costs), found.model, found.told, found.facts, planned)
     if shift_seconds is None:
         return facts
     shift = ShiftCost(shift_seconds)

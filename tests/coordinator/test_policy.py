@@ -91,7 +91,7 @@ def test_weights_move_for_one_long_answer_at_once() -> None:
     assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.TENSOR)
     assert choice.weights is not None
     assert choice.weights.state is Layout.TENSOR
-    assert "what staying has cost" in choice.reason
+    assert "moves weights (staying would cost more than the 1 s of a move there and back)" in choice.reason
 
 
 def test_weights_that_would_save_less_than_a_round_trip_stay_until_enough_was_lost() -> None:
@@ -114,6 +114,7 @@ def test_alternating_requests_move_no_weights() -> None:
         choice = migrating(costs, 4000, 2, weights) if turn % 2 else migrating(costs, 64, 100, weights)
         weights = choice.weights
         assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.LAYER)
+        assert "leaves weights where they are" in choice.reason
 
 
 def test_layouts_that_were_asked_for_take_the_weights_along() -> None:

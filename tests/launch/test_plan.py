@@ -1,13 +1,14 @@
 """`gearshift plan`: from costs alone, without a worker."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gearshift.coordinator.cost_files import write_costs
-from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.cost_model import ChunkCost, Costs, LinkCost, ShiftCost, StepCost
 from gearshift.launch.command_line import run_command
 
 RIGS = Path(__file__).parents[2] / "examples" / "rigs"
@@ -161,3 +162,27 @@ def test_costs_of_another_number_of_workers_are_refused_beside_a_model(
 ) -> None:
     assert run_command(["plan", "demo", "--workers", "3", "--costs", str(costs_file), *WORDS]) == 2
     assert "--workers 3: the costs in" in capsys.readouterr().err
+
+
+def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    facts = {"devices": ["cpu", "cpu"], "compute_type": "bf16"}
+    write_costs(path, replace(COSTS, link=LinkCost(0.0, 1e6)), facts)
+    words = ("demo", "--workers", "2", "--costs", path, *WORDS)
+    ample = facts_of(capsys, *words)
+    assert not any("migrate" in line for line in ample["memory_told"])
+    tight = facts_of(capsys, *words, "--context", "512", "--memory-limit", "350MiB")
+    assert any("migrate" in line for line in tight["memory_told"])
+    moved = {(one["prefill"], one["decode"]): one["exposed_seconds"] for one in tight["journeys"]}
+    assert moved["layer", "tensor"] > 10  # tens of MiB at 1 MB/s
+    assert (tight["prefill"], tight["decode"]) == ("layer", "layer")
+    assert "leaves weights where they are" in tight["reason"]
+
+
+def test_what_does_not_fit_is_planned_and_told(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("demo", "--workers", "2", "--costs", costs_file, *WORDS)
+    facts = facts_of(capsys, *words, "--memory-limit", "200MiB")
+    assert len(facts["journeys"]) == 4
+    assert "does not fit" in facts["memory_told"][0]
