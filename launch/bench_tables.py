@@ -2,8 +2,8 @@
 
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .bench_runs import AUTO, Combination, Spread, TimedRun, Verdict, auto_choice, judge
@@ -30,6 +30,7 @@ class Bench:
     devices: tuple[str, ...]  # by rank
     runs: tuple[TimedRun, ...]
     peer: tuple[PeerRow, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the programs, and types that were computed in
 
     @property
     def combinations(self) -> tuple[Combination, ...]:
@@ -155,6 +156,7 @@ def bench_facts(bench: Bench) -> dict[str, Any]:
         "answer_tokens": bench.answer_tokens,
         "workers": len(bench.devices),
         "devices": list(bench.devices),
+        **bench.versions,
         "combinations": [_combination_facts(one, bench.of(one)) for one in bench.combinations],
         "auto": {
             "chosen": verdict.chosen.name,

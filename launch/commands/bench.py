@@ -124,13 +124,14 @@ def bench(
     with open_session(opened, settings, layouts, prompt + answer, trace_path=trace) as session:
         runs = _timed(session, layouts, prompt, answer, repeats, _first_seed(seed))
         devices = tuple(hello.device for hello in session.cluster.hellos)
+        versions = _versions(session)
     rows = () if peer is None else run_peer(
         peer, opened.files.facts[0].path, prompt, answer, repeats, against_timeout, note
     )  # fmt: skip
     for row in rows:
         if row.error:
             warn(f"llama-bench -sm {row.split_mode}: {row.error}")
-    found = Bench(opened.spec.name, prompt, answer, devices, tuple(runs), rows)
+    found = Bench(opened.spec.name, prompt, answer, devices, tuple(runs), rows, versions)
     if csv_path is not None:
         csv_path.write_text(bench_csv(found), encoding="utf-8")
     if as_json:
@@ -177,6 +178,18 @@ def _timed(
         driver, taken, repeats, prompt, answer, seed + len(warm_up), rule=layouts.chunk_rule, collector=collector,
         told=lambda run: note(f"round {run.round + 1} of {repeats}, {run.combination.name}: {run.wall_seconds:.3f} s"),
     )  # fmt: skip
+
+
+def _versions(session: "Session") -> dict[str, str]:
+    from ... import __version__
+
+    loaded, torch_versions = session.loaded, {hello.torch_version for hello in session.cluster.hellos}
+    return {
+        "gearshift": __version__,
+        "torch": ", ".join(sorted(torch_versions)),
+        "compute_type": str(loaded.compute_type),
+        "kv_type": f"{loaded.kv_format.key},{loaded.kv_format.value}",
+    }
 
 
 def on_cpu(device: Device) -> bool:
