@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AUTO = "auto"
+USUAL_RESTARTS = 2  # of a command that somebody is at, or many are
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?)?", re.IGNORECASE)
 SIZE_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -54,8 +55,8 @@ class GroupSettings:
     residency: ResidencyWish | None = None  # of each layer; None: by what fits
     link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
-
     token_gap_seconds: float | None = None  # the most between two tokens of an answer while prompts are read
+
 
 @dataclass(frozen=True, slots=True)
 class LayoutSettings:
@@ -95,8 +96,8 @@ def group_settings(
     no_peer: bool | None = None,
     throttle_link: float | None = None,
     measure: bool | None = None,
-) -> GroupSettings:
     max_token_gap: float | None = None,
+) -> GroupSettings:
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
     chosen = current_settings(
         {
@@ -115,8 +116,8 @@ def group_settings(
             "no_peer": no_peer,
             "throttle_link": throttle_link,
             "measure": measure,
-        }
             "max_token_gap": max_token_gap,
+        }
     )
     return GroupSettings(
         workers=chosen.whole_number("workers"),
@@ -133,8 +134,8 @@ def group_settings(
         residency=parse_residency(chosen.place("residency"), chosen.text("residency")),
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
-    )
         token_gap_seconds=_seconds(chosen.number_or_none("max_token_gap")),
+    )
 
 
 def layout_settings(
@@ -155,6 +156,12 @@ def layout_settings(
         decode=parse_layout(chosen.place("decode"), chosen.text("decode")),
         chunk_rule=chunk_rule,
     )
+
+
+def allowed_restarts(restarts: int | None, usual: int) -> int:
+    """The flag, else the user's setting, else what is usual for the command."""
+    chosen = current_settings({"restarts": restarts}).whole_number_or_none("restarts")
+    return usual if chosen is None else chosen
 
 
 def parse_layout(flag: str, text: str) -> Layout | None:
@@ -216,6 +223,10 @@ def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, floa
     return tuple(biases.items())
 
 
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
 def _bytes_per_second(gigabytes: float | None) -> float | None:
     return None if gigabytes is None else 1e9 * gigabytes
 
@@ -223,10 +234,6 @@ def _bytes_per_second(gigabytes: float | None) -> float | None:
 def parse_seed(flag: str, seed: int) -> int:
     """0 <= seed < 2^64; -1, as other programs have it, draws one from the system."""
     if seed == -1:
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
         from secrets import randbits
 
         return randbits(64)
