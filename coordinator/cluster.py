@@ -27,7 +27,8 @@ _SLICE_SECONDS = 0.25
 class Group(Protocol):
     """What the driver needs of the workers."""
 
-    ranks: int
+    @property
+    def ranks(self) -> int: ...
 
     def broadcast(self, command: AnyCommand) -> None: ...
 
@@ -89,9 +90,12 @@ class Cluster:
         silence_seconds: float = SILENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+        start: int = 0,
     ) -> None:
+        """`start`: how many groups this coordinator has had before."""
         self.ranks = ranks
         self._link_options = link_options
+        self._start = start
         self._channel = channel
         self._watch = watch
         self._group = group
@@ -138,7 +142,7 @@ class Cluster:
                 patience = min(patience, took + max(STRAGGLER_SECONDS, took))
         self._refused.clear()
         hosts = tuple(hello.host_identity or hello.host for hello in self.hellos)
-        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts, options=self._link_options))
+        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts, self._start, self._link_options))
 
     def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None:
         """Until a worker has said something, or one of `beside` has something; at most `timeout_seconds`."""

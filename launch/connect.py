@@ -43,7 +43,7 @@ class RemoteRun:
 
 def refuse_flags_of_the_group(arguments: Mapping[str, Any]) -> None:
     """A command's arguments by name: those that only a coordinator takes cannot go with --connect."""
-    names = ("model", "template", *GROUP_FLAGS, "context", "trace", "measure")
+    names = ("model", "template", *GROUP_FLAGS, "context", "trace", "measure", "restarts")
     given = [name for name, value in flags_named(names, arguments).items() if value is not None]
     if given:
         flags = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)

@@ -23,6 +23,7 @@ def external_cluster(
     join_timeout_seconds: float,
     tell_port: Callable[[int], None],
     link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    start: int = 0,
 ) -> Iterator[Cluster]:
     """A joined group of `workers` ranks. `workers_address` None: a free port of the host that clients use.
 
@@ -38,8 +39,9 @@ def external_cluster(
             f"  torchrun --nproc-per-node {workers} -m gearshift.worker --coordinator {listener.address}{keys_told}"
         )
         cluster = Cluster(
-            channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds, link_options=link_options
-        )
+            channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds,
+            link_options=link_options, start=start,
+        )  # fmt: skip
         tell_port(port)
         cluster.join()
         try:

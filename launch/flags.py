@@ -309,6 +309,18 @@ Measure = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+Restarts = Annotated[
+    int | None,
+    typer.Option(
+        "--restarts",
+        metavar="N",
+        min=0,
+        max=1000,
+        help="Times within 10 minutes that lost workers are started again, and open requests go on. "
+        "Left out: 2, but for run 0.",
+        rich_help_panel=GROUP,
+    ),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),

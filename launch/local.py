@@ -224,8 +224,9 @@ def local_cluster(
     silence_seconds: float = SILENCE_SECONDS,
     worker_module: str = "gearshift.worker",
     link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    start: int = 0,
 ) -> Iterator[Cluster]:
-    """A joined group of workers on this host; on leaving nothing of it is left.
+    """A joined group of workers on this host; on leaving nothing of it is left. `start` counts a command's groups.
 
     Raises `WorkerLostError` when a rank does not join or dies, `WorkerFailedError` when one raises.
     """
@@ -249,6 +250,7 @@ def local_cluster(
             join_timeout_seconds=join_timeout_seconds,
             silence_seconds=silence_seconds,
             link_options=link_options,
+            start=start,
         )
         cluster.join()
         yield cluster

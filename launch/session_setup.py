@@ -1,13 +1,13 @@
 """From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
-from ..coordinator.cluster import Cluster
 from ..coordinator.device_memory import probe_memory
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
 from ..coordinator.fit_choice import ContextWish, Fit
@@ -26,6 +26,8 @@ from .fitting import GroupPlan, fit_group
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
+from .restarts import RestartingGroup, StartGroup
+from .sharing import settle_shares
 from .trace_file import trace_file
 
 USUAL_CONTEXT_TOKENS = (
@@ -51,7 +53,7 @@ class Session:
     placement: Placement
     start_seconds: float  # until every worker had joined
     loaded: LoadResult
-    cluster: Cluster
+    cluster: RestartingGroup
     trace: Trace | None = None  # where one is written
 
 
@@ -91,14 +93,16 @@ def open_session(
     context: int | ContextWish,
     *,
     parallel_requests: int = 1,
-    gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
+    gather: StartGroup | None = None,
     trace_path: str | None = None,
+    restarts: int = 0,
     measure: bool = True,
 ) -> Iterator[Session]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
-    started elsewhere instead. Where there is a `trace_path`, requests are traced there. Not `measure`: the caller does.
+    started elsewhere instead. Where there is a `trace_path`, requests are traced there. A group that is lost under a
+    request is started again up to `restarts` times. Not `measure`: the caller does.
     """
     wish = ContextWish(context, asked=True) if isinstance(context, int) else context
     spec = build_spec(opened.files, wish.tokens)
@@ -106,15 +110,18 @@ def open_session(
     placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
-    workers = gather or partial(
+    workers: StartGroup = gather or partial(
         local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads,
         link_options=settings.link_options,
     )  # fmt: skip
-    with trace_file(trace_path) as trace, workers() as cluster:
+    with trace_file(trace_path) as trace, RestartingGroup(workers, restarts) as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
         device_kind = "cpu" if devices == ["cpu"] else "cuda"
+        settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
+        plan = replace(plan, settings=settings)
+        placement = plan.placement()
         found = fit_group(plan, placement, probe_memory(cluster, cluster.hellos), device_kind, wish)
         fit, placement = found.fit, found.fit.case.placement
         _tell_fit(fit)
@@ -134,6 +141,7 @@ def open_session(
                 decode=layouts.decode,
                 journeys=fit.case.journeys,
                 parallel_requests=parallel_requests,
+                token_gap_seconds=settings.token_gap_seconds or inf,
             ),
         )
         with load_progress(settings.workers) as show:
@@ -141,12 +149,25 @@ def open_session(
         _tell_loaded(spec, loaded, context_tokens)
         costs = None
         if measure and costs_are_needed(settings.workers, layouts):
-            costs = settle_costs(driver, cluster, placement, loaded, settings)
+            costs = settle_costs(driver, cluster.now, placement, loaded, settings)
+        driver.restart_by(cluster.regroup)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster, trace)
         if costs is not None:
             costs.learn(driver)
+
+
+def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) -> DriverSettings:
+    """How some of the model's layers are loaded to time unequal devices with."""
+    longest = min(wish.tokens, settings.max_chunk_tokens or wish.tokens)
+    return DriverSettings(
+        context_tokens=wish.tokens,
+        max_chunk_tokens=longest,
+        device=device_kind,
+        compute_type=settings.compute_type,
+        kv_format=settings.kv_format,
+    )
 
 
 def _tell_fit(fit: Fit) -> None:

@@ -75,6 +75,7 @@ GROUP_SETTINGS = (
     Setting("throttle_link", Number(0.001, 10_000.0)),
     Setting("verify_shift", Switch(), False),
     Setting("measure", Switch(), False),
+    Setting("restarts", WholeNumber(0, 1000)),
 )
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),

@@ -88,6 +88,21 @@ class LayoutStatus(Struct, frozen=True):
     epoch: int
 
 
+class ShiftStatus(Struct, frozen=True):
+    """Shifts since the start. `damaged`: commits that found bytes changed, those mended by sending once more included.
+
+    The others are requests that stayed in their layout: a rank `declined`, bytes were damaged twice (`given_up`), or
+    there was `no_room`; `last_reason` is of the latest such.
+    """
+
+    committed: int = 0
+    damaged: int = 0
+    declined: int = 0
+    given_up: int = 0
+    no_room: int = 0
+    last_reason: str = ""
+
+
 class RankPlan(Struct, frozen=True):
     """What one worker holds."""
 
@@ -264,6 +279,8 @@ class StatusReported(Reply, frozen=True):
     queue: QueueStatus
     layouts: LayoutStatus
     ranks: tuple[RankStatus, ...]
+    shifts: ShiftStatus = ShiftStatus()
+    restarts: int = 0  # of the workers, after they were lost
 
 
 class Planned(Reply, frozen=True):

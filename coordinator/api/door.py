@@ -11,6 +11,10 @@ class WorkersDoor:
         self._listener = listener
         self._workers_port = workers_port
 
+    def send_to(self, workers_port: int) -> None:
+        """Another group gathers, elsewhere."""
+        self._workers_port = workers_port
+
     def answer(self, knock: Knock) -> None:
         if self._workers_port is None:
             refusal = Refuse("this coordinator starts its workers itself (--external awaits others)")

@@ -132,7 +132,14 @@ class Reception:
         self._ended = threading.Event()
 
     def open(self, workers_port: int | None) -> None:
-        """Begin. `workers_port`: where workers that come here are sent; None: away."""
+        """Begin. `workers_port`: where workers that come here are sent; None: away.
+
+        Again for a later group: whoever answers by now sends its workers there.
+        """
+        if self._thread.ident is not None:
+            if workers_port is not None:
+                self.door.send_to(workers_port)
+            return
         self.door = WorkersDoor(self._listener, workers_port)
         self._thread.start()
 

@@ -32,6 +32,7 @@ from ...proto.client_messages import (
     RefusalKind,
     Refused,
     SetLayout,
+    ShiftStatus,
     StatusReported,
 )
 from ...proto.errors import (
@@ -42,6 +43,7 @@ from ...proto.errors import (
     ProtocolError,
     StaleError,
 )
+from ...proto.generation_result import ShiftFailureKind
 from ...proto.ids import Layout, RequestId
 from ...proto.reports import MemoryReported
 from ..chunk_plan import parse_chunk_rule
@@ -265,11 +267,24 @@ class RemoteApi:
             clients=len(self._clients),
             queue=QueueStatus(*self._driver.queue_counts),
             layouts=self._layout_status(),
+            shifts=self._shift_status(),
+            restarts=self._driver.restarts,
             ranks=tuple(self._rank_status(rank) for rank in range(self._ranks)),
         )
 
     def _layout_status(self) -> LayoutStatus:
         return LayoutStatus(*self._layouts, self._epoch)
+
+    def _shift_status(self) -> ShiftStatus:
+        counts = self._driver.shift_counts
+        return ShiftStatus(
+            committed=counts.committed,
+            damaged=counts.damaged,
+            declined=counts.failed.get(ShiftFailureKind.DECLINED, 0),
+            given_up=counts.failed.get(ShiftFailureKind.DAMAGED, 0),
+            no_room=counts.failed.get(ShiftFailureKind.NO_ROOM, 0),
+            last_reason=counts.last_reason,
+        )
 
     def _refresh_memory(self) -> None:
         now = self._clock()
@@ -278,7 +293,7 @@ class RemoteApi:
             self._memory_at = now
 
     def _rank_status(self, rank: int) -> RankStatus:
-        hello, layers = self._service.hellos[rank], self._service.placement.stages[rank]
+        hello, layers = self._service.group.hellos[rank], self._service.placement.stages[rank]
         free, slots = self._driver.kv_slots[rank]
         memory = self._memory[rank] if self._memory else None
         return RankStatus(

@@ -6,10 +6,11 @@ from typing import NoReturn, Protocol
 
 from ...proto.channel import ClientListener, ClientPeer, Knock, Pollable
 from ...proto.errors import GearshiftError
-from ..driver import Driver
+from ..driver import LOST, Driver
 from .door import WorkersDoor
 from .loading import EarlyCalls
 from .outbox import Outboxes
+from .pause import Pause
 from .remote import Outgoing, RemoteApi
 
 POLL_SECONDS = 0.25
@@ -43,6 +44,7 @@ class Server:
         self._door = door
         self._outboxes = outboxes
         self._looked_at = 0.0
+        self._kept: list[Knock] = []  # what came while a lost group was to be replaced
         self._at_hand: Knock | None = None  # what is being answered: still owed when the group fails over it
 
     def run(self, early: EarlyCalls) -> NoReturn:
@@ -66,9 +68,27 @@ class Server:
 
     def turn(self, timeout_seconds: float) -> None:
         """Wait for clients or workers, then serve both once."""
-        self._group.wait(timeout_seconds, (self._listener,))
-        self._serve_clients()
-        self._post(self._api.heard(self._driver.step(0.0)))
+        try:
+            self._group.wait(timeout_seconds, (self._listener,))
+            self._serve_clients()
+            self._post(self._api.heard(self._driver.step(0.0)))
+        except LOST as error:
+            self._go_on(error)
+
+    def _go_on(self, error: GearshiftError) -> None:
+        """Another group in the lost one's place, or the end. Clients wait meanwhile; what they ask is kept."""
+        pause = Pause(self._listener, self._door, self._outboxes, self._api.handle)
+        try:
+            with pause:
+                self._driver.restart(error)
+        finally:
+            self._kept += pause.kept
+        owed, self._at_hand = self._at_hand, None
+        kept, self._kept = self._kept, []
+        for knock in [owed, *kept]:
+            if knock is not None:
+                self._take(knock)
+        self._lose([peer for peer in self._api.clients if self._listener.is_gone(peer)])
 
     def _serve_clients(self) -> None:
         for _ in range(MOST_MESSAGES):
@@ -111,6 +131,8 @@ class Server:
         self._post(self._api.end(reason))
         if self._at_hand is not None:
             self._take(self._at_hand)
+        for knock in self._kept:
+            self._take(knock)
         deadline = time.monotonic() + grace_seconds
         while (left := deadline - time.monotonic()) > 0:
             self._listener.wait(min(left, POLL_SECONDS))

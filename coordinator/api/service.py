@@ -33,6 +33,14 @@ class ChatPrompter(Protocol):
     ) -> RenderedChat: ...
 
 
+class Joined(Protocol):
+    """The workers, whichever start of the group runs."""
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """What they said of themselves, by rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """`sampling` holds the defaults; `chat` None: conversations are refused."""
@@ -41,7 +49,7 @@ class Service:
     version: str
     tokenizer: Tokenizer
     placement: Placement
-    hellos: tuple[Hello, ...]
+    group: Joined
     loaded: LoadResult
     start_seconds: float
     sampling: SamplingParameters

@@ -9,6 +9,8 @@ from ..console import note, warn
 from ..options import (
     GROUP_FLAGS,
     SAMPLING_FLAGS,
+    USUAL_RESTARTS,
+    allowed_restarts,
     flags_named,
     group_settings,
     layout_settings,
@@ -57,6 +59,7 @@ def chat(
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
@@ -102,6 +105,7 @@ def chat(
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
+    again = allowed_restarts(restarts, USUAL_RESTARTS)
     layouts = layout_settings(prefill, decode, chunk)
     opened = open_model(model)
     sampling = choose_sampling(
@@ -114,7 +118,7 @@ def chat(
         first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
         asked = current_settings({"context": context}).whole_number_or_none("context")
         context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
-        with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
+        with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
             for warning in sampling.warnings:
                 warn(warning)
             note(sampling.told)

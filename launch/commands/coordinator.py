@@ -10,7 +10,14 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note, warn
-from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
+from ..options import (
+    GROUP_FLAGS,
+    USUAL_RESTARTS,
+    allowed_restarts,
+    flags_named,
+    group_settings,
+    layout_settings,
+)
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
@@ -90,7 +97,9 @@ def coordinator(
     residency: flags.ResidencyFlag = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
+    max_token_gap: flags.MaxTokenGap = None,
     measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
     trace: flags.TraceFile = None,
 ) -> None:
     """Load a model and serve clients (`gearshift run --connect`, `gearshift.Client`) until interrupted.
@@ -104,7 +113,8 @@ def coordinator(
     from ..external import external_cluster
     from ..session_setup import open_model, wish_context
 
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure, max_token_gap=max_token_gap)
+    again = allowed_restarts(restarts, USUAL_RESTARTS)
     layouts = layout_settings(prefill, decode, chunk)
     if workers_listen is not None and not external:
         raise InputError("--workers-listen is for workers started by hand: add --external")
@@ -118,7 +128,8 @@ def coordinator(
             external_cluster, listener, workers=settings.workers, workers_address=workers_listen, keys=keys,
             key_file=key_file, join_timeout_seconds=join_timeout, link_options=settings.link_options,
         )  # fmt: skip
-        _serve(opened, settings, layouts, context_wish, parallel, listener, gather if external else None, trace)
+        outside = gather if external else None
+        _serve(opened, settings, layouts, context_wish, parallel, listener, outside, trace, again)
 
 
 def _serve(
@@ -130,6 +141,7 @@ def _serve(
     listener: "ClientListener",
     gather: "Callable[..., AbstractContextManager[Cluster]] | None",
     trace: str | None,
+    restarts: int,
 ) -> None:
     from ... import __version__
     from ...coordinator.api.loading import EarlyCalls, Reception
@@ -146,7 +158,7 @@ def _serve(
         session = stack.enter_context(
             open_session(
                 opened, settings, layouts, context_wish, parallel_requests=parallel, trace_path=trace,
-                gather=None if gather is None else partial(gather, tell_port=reception.open),
+                restarts=restarts, gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip
         api = RemoteApi(session.driver, _service(opened, session, chat))
@@ -180,7 +192,7 @@ def _service(opened: "Opened", session: "Session", chat: "ChatPrompter | None") 
         version=__version__,
         tokenizer=opened.tokenizer,
         placement=session.placement,
-        hellos=session.cluster.hellos,
+        group=session.cluster,
         loaded=session.loaded,
         start_seconds=session.start_seconds,
         sampling=sampling.parameters,

@@ -7,7 +7,14 @@ from ...proto.errors import InputError, RequestFailedError
 from .. import flags
 from ..chat_setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
-from ..options import GROUP_FLAGS, SAMPLING_FLAGS, flags_named, group_settings, layout_settings
+from ..options import (
+    GROUP_FLAGS,
+    SAMPLING_FLAGS,
+    allowed_restarts,
+    flags_named,
+    group_settings,
+    layout_settings,
+)
 from ..prompts import prompt_tokens, read_prompt
 from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
@@ -65,6 +72,7 @@ def run(
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
     verify_shift: flags.VerifyShift = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
@@ -108,6 +116,7 @@ def run(
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
+    again = allowed_restarts(restarts, usual=0)  # a script sees a loss at once
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)
@@ -143,7 +152,7 @@ def run(
         verify_shift=chosen.switch("verify_shift"),
     )
     stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
-    with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
+    with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
         for warning in sampling.warnings:
             warn(warning)
         note(sampling.told)

@@ -252,6 +252,7 @@ def test_status_counts_requests_and_slots_and_tells_of_no_prompt() -> None:
     assert "secret" not in repr(status)
     run(group)
     status = one(group, AskStatus(10), StatusReported)
+    assert (status.shifts.committed, status.shifts.declined, status.restarts) == (3, 0, 0)
     assert (status.queue.waiting, status.queue.open, status.queue.closing) == (0, 0, 0)
     assert all(rank.free_kv_slots == rank.kv_slots for rank in status.ranks)
 

@@ -1,6 +1,7 @@
 """F27: shifts that fail, each by a fault on demand, in one running group: the answer is finished where it was begun."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
 from gearshift.launch.local import local_cluster
+from gearshift.launch.restarts import RestartingGroup
 from gearshift.proto.generation_result import FinishReason, GenerationResult, ShiftFailureKind
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.placement.cuts import place
@@ -19,25 +21,28 @@ from gearshift.tests.helpers.gguf_builder import build_model
 CONTEXT = 256
 PROMPT = tuple((7 * index + 3) % 192 for index in range(150))
 ANSWER_TOKENS = 12
-# By the number of the shift. The last request's is not touched.
+# By the number of the shift; the fifth and the sixth are not touched.
 FAULTS = (
     "decline rank=1 shift=1; out-of-memory rank=1 shift=2; corrupt rank=0 shift=3; corrupt rank=1 shift=4 times=always"
+    "; die rank=1 shift=7"
 )
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """Two workers whose first four shifts go wrong, each in its own way."""
+    """Two workers whose shifts go wrong, each in its own way; then one is lost, and the group is started again."""
     path = build_model(
         tmp_path_factory.mktemp("faults") / "model.gguf", arch="llama", layers=4, heads=4, kv_heads=4, vocab=192
     )
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GEARSHIFT_FAULT", FAULTS)
-        with local_cluster(workers=2, device="cpu", threads_per_worker=1) as cluster:
+        start = partial(local_cluster, workers=2, device="cpu", threads_per_worker=1)
+        with RestartingGroup(start, most=1) as group:
             settings = DriverSettings(CONTEXT, CONTEXT, compute_type=ComputeType.F32, tick_timeout_seconds=60.0)
-            running = Driver(cluster, spec, place(spec, 2), settings)
+            running = Driver(group, spec, place(spec, 2), settings)
             running.load()
+            running.restart_by(group.regroup)
             yield running
 
 
@@ -91,3 +96,10 @@ def test_f27_a_shift_that_fails_loses_nothing_and_the_next_request_tries_again(d
     back = run(driver, tensor, layer)
     assert back.shift is not None
     assert back.decode.layout is layer
+
+    lost = run(driver, layer, tensor)
+    assert (lost.restarts, driver.restarts) == (1, 1)
+    assert "rank 1" in (lost.warning or "")
+    assert "SIGKILL" in (lost.warning or "")
+    assert lost.shift is not None
+    assert ids(lost) == ids(whole)

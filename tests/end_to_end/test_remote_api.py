@@ -223,7 +223,8 @@ def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["idle", "decode", "prefill"])
 def test_f20_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
-    with process(coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4")) as (started, told):
+    words = coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4", "--restarts", "0")
+    with process(words) as (started, told):
         with gearshift.Client(address_in(told)) as client:
             pid = client.status().ranks[1].pid
             answers = []
@@ -249,9 +250,37 @@ def test_f20_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(
 
 
 @pytest.mark.slow
+def test_a_lost_rank_is_a_pause_for_clients_and_after_the_last_restart_the_end(tiny: Path) -> None:
+    words = coordinator_words(
+        tiny, "--workers", "2", "--context", "1024", "--restarts", "2", "--prefill", "layer", "--decode", "tensor"
+    )
+    asked = {"ids": [5, 6, 7, 8], "max_tokens": 300, "ignore_eos": True, "temperature": 1.1, "seed": 7}
+    with process(words, {"GEARSHIFT_FAULT": "die rank=1 tick=40"}) as (started, told):
+        with gearshift.Client(address_in(told)) as client:
+            before = [rank.pid for rank in client.status().ranks]
+            given, waiting = client.generate(**asked), client.generate(**asked)  # type: ignore[arg-type]
+            streamed = "".join(given)
+            result, other = given.result(), waiting.result()
+            assert len(result.tokens) == 300
+            assert streamed == result.text == other.text
+            assert (result.facts.prompt_tokens, result.facts.restarts) == (4, 1)
+            assert "rank 1" in (result.facts.warning or "")
+            status = client.status()
+            assert (status.state, status.restarts) == ("serving", 1)
+            assert not set(before) & {rank.pid for rank in status.ranks}
+            os.kill(status.ranks[0].pid, signal.SIGKILL)  # while nothing runs
+            again = client.generate(**asked).result()  # type: ignore[arg-type]
+            assert (again.text, client.status().restarts) == (result.text, 2)
+            os.kill(client.status().ranks[1].pid, signal.SIGKILL)
+            assert started.wait(10) == 3
+        assert "start 2 of at most 2" in told.rest()
+        assert "gearshift: the worker of rank 1" in told.text
+
+
+@pytest.mark.slow
 def test_f20_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
     with (
-        process(coordinator_words(tiny, "--workers", "2", "--context", "256")) as (started, told),
+        process(coordinator_words(tiny, "--workers", "2", "--context", "256", "--restarts", "0")) as (started, told),
         gearshift.Client(address_in(told)) as client,
     ):
         pid = client.status().ranks[1].pid

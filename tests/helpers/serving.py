@@ -24,6 +24,13 @@ from gearshift.proto.sampling import SamplingParameters
 DEFAULTS = SamplingParameters()
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Made up."""
+
+    hellos: tuple[Hello, ...]
+
+
 def service_of(
     driver: Driver, placement: Placement, tokenizer: Tokenizer, chat: ChatPrompter | None = None
 ) -> Service:
@@ -31,7 +38,7 @@ def service_of(
     ranks = placement.ranks
     hellos = tuple(Hello(Rank(rank), 1, "", ranks, rank, 1000 + rank, "here", "cpu", "none") for rank in range(ranks))
     loaded = LoadResult(0.5, ComputeType.F32, KvFormat(KvType.F32, KvType.F32), (100,) * ranks, (10,) * ranks)
-    return Service(driver.spec.name, __version__, tokenizer, placement, hellos, loaded, 0.25, DEFAULTS, chat)
+    return Service(driver.spec.name, __version__, tokenizer, placement, Workers(hellos), loaded, 0.25, DEFAULTS, chat)
 
 
 class FakeWait:
