@@ -42,6 +42,7 @@ def calibrate(
     kv_type: flags.KvTypeFlag = None,
     reserve: flags.Reserve = None,
     memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
     as_json: flags.Json = False,
