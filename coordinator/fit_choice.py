@@ -198,7 +198,7 @@ def ways_to_fit(
         yield f"--context {most} or less"
     told = set()
     for flag, changed in _changes(case, pools, remake):
-        name = flag.split()[0]
+        name = flag if flag.startswith("--residency") else flag.split()[0]
         if name not in told and not shortfalls(changed.memory(wish.tokens), pools):
             told.add(name)  # the mildest change of a kind is enough
             yield flag
@@ -224,6 +224,9 @@ def _changes(case: FitCase, pools: Sequence[Pool], remake: Remake | None) -> Ite
             yield f"--layer-share {told} --tensor-share {told}", replace(case, placement=remake(shares=shares))
         if LAYER_ONLY[0] in case.journeys and len(case.journeys) > 1:
             yield "--prefill layer --decode layer (each layer whole on its owner)", layer_only(case, remake)
+        everything = frozenset(range(len(case.spec.layers)))
+        yield "--residency migrate", replace(case, placement=remake(migrating_layers=everything))
+        yield "--residency owner", replace(case, placement=remake(whole_layers=everything))
 
 
 def _is_smaller(case: FitCase, other: KvFormat) -> bool:

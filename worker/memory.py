@@ -48,6 +48,7 @@ def anonymous_bytes() -> int:
 def probe(rank: Rank, device: torch.device) -> MemoryProbed:
     """What the rank's device has left, and what this process holds of it."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier model left is free
         return MemoryProbed(rank, device_free_bytes(device), 0)
     return MemoryProbed(rank, free_memory_bytes(), anonymous_bytes())
 
