@@ -17,7 +17,7 @@ from .sample_model import SampleModel, sample_model
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 STEP_DEPTH = 64  # cached tokens of the decode step that is timed
 STEP_ROOM = 64
-REPEATS = 3  # the least of them counts: what else runs on a machine only ever adds time
+REPEATS = 5  # the least of them counts: what else runs on a machine only ever adds time
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gearshift.worker.faults import (
     DieAtTick,
     FaultHooks,
     HangAtTick,
+    SlowRank,
     parse_faults,
 )
 
@@ -72,3 +73,10 @@ def test_damage_is_one_byte_of_the_first_bundle_or_of_each(times: str, changed: 
             assert payload.count_nonzero() <= 1
             found.append((shift, bool(payload.any())))
     assert found == [(1, False), (1, False), (2, changed[0]), (2, changed[1])]
+
+
+def test_a_slow_rank_is_so_many_times_slower_in_every_start_and_others_are_not() -> None:
+    faults = parse_faults("slow rank=1 percent=250")
+    assert faults == (SlowRank(1, 250),)
+    assert [FaultHooks(faults, rank, start).slowness for rank, start in ((0, 0), (1, 0), (1, 3))] == [1.0, 2.5, 2.5]
+    assert FaultHooks(parse_faults("slow rank=0 percent=50"), 0).slowness == 1.0, "no rank gets faster"
