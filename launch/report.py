@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from ..proto.generation_result import GenerationResult, PrefillResult, ShiftResult
+from ..proto.generation_result import GenerationResult, PrefillResult, ShiftFailure, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 
@@ -41,7 +41,7 @@ def run_facts(
         "finish_reason": str(result.finish_reason),
         "prefill": _prefill_facts(result.prefill, placement),
         "policy": [to_builtins(journey) for journey in result.policy],
-        "shift": None if result.shift is None else _shift_facts(result.shift),
+        "shift": _shift_facts(result.shift, result.shift_failure),
         "decode": asdict(result.decode),
         "start_seconds": start_seconds,
         "load_seconds": load_seconds,
@@ -49,6 +49,8 @@ def run_facts(
     }
     if any(token.top for token in result.tokens):
         facts["logprobs"] = [_logprob_facts(token) for token in result.tokens]
+    if result.restarts:
+        facts["restarts"] = result.restarts
     if result.warning is not None:
         facts["warning"] = result.warning
     if result.error is not None:
@@ -76,7 +78,10 @@ def _prefill_facts(prefill: PrefillResult, placement: Staged) -> dict[str, Any]:
     }
 
 
-def _shift_facts(shift: ShiftResult) -> dict[str, Any]:
+def _shift_facts(shift: ShiftResult | None, failure: ShiftFailure | None) -> dict[str, Any] | None:
+    """Of a shift that was planned and not made: why it was not."""
+    if shift is None:
+        return None if failure is None else _failure_facts(failure)
     facts: dict[str, Any] = {
         "from": str(shift.source),
         "to": str(shift.to),
@@ -87,7 +92,14 @@ def _shift_facts(shift: ShiftResult) -> dict[str, Any]:
     }
     if shift.hashes_equal is not None:
         facts["hashes_equal"] = shift.hashes_equal
+    if shift.moved_again:
+        facts["moved_again"] = shift.moved_again
     return facts
+
+
+def _failure_facts(failure: ShiftFailure) -> dict[str, Any]:
+    kind = str(failure.kind)
+    return {"from": str(failure.source), "to": str(failure.to), "failed": kind, "reason": failure.reason}
 
 
 def _memory_facts(report: MemoryReported) -> dict[str, int]:
@@ -136,7 +148,13 @@ def phase_table(result: GenerationResult) -> "Table":
         if shift.hashes_equal is not None:
             equal = "equal" if shift.hashes_equal else "DIFFERENT"
             table.add_row("", "", f"keys and values before and after: {equal}", "", "")
+    elif result.shift_failure is not None:
+        failure = result.shift_failure
+        told = f"not made ({failure.kind}): {failure.reason}"
+        table.add_row("shift", f"{failure.source} to {failure.to}", told, "", "")
     steps = f"{decode.steps} steps"
+    if result.restarts:
+        steps += f", the group started again {result.restarts} time{'s' if result.restarts > 1 else ''}"
     table.add_row(
         "answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second)
     )

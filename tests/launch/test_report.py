@@ -12,6 +12,8 @@ from gearshift.proto.generation_result import (
     GenerationResult,
     JourneyForecast,
     PrefillResult,
+    ShiftFailure,
+    ShiftFailureKind,
     ShiftResult,
     StageTimes,
 )
@@ -39,6 +41,22 @@ def result(shift: ShiftResult | None, top: tuple[tuple[int, float], ...] = ()) -
         shift=shift,
         decode=DecodeResult(Layout.TENSOR, 1, 0.01, 100.0),
     )
+
+
+FAILURE = ShiftFailure(ShiftFailureKind.DECLINED, Layout.LAYER, Layout.TENSOR, "rank 1 declined it: no memory")
+
+
+def test_a_shift_that_was_not_made_and_a_group_started_again_are_told() -> None:
+    told = replace(result(None), shift_failure=FAILURE, restarts=2)
+    facts = run_facts("hi", told, PLACEMENT, 1.5, 2.5, MEMORY)
+    assert facts["shift"] == {
+        "from": "layer", "to": "tensor", "failed": "declined", "reason": "rank 1 declined it: no memory",
+    }  # fmt: skip
+    assert facts["restarts"] == 2
+    with (console := Console(width=120, no_color=True)).capture() as captured:
+        console.print(phase_table(told))
+    assert "not made (declined): rank 1 declined it: no memory" in captured.get()
+    assert "the group started again 2 times" in captured.get()
 
 
 SHIFT = ShiftResult(Layout.LAYER, Layout.TENSOR, 0.003, 0.001, 4096, 0, hashes_equal=True)
