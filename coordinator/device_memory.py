@@ -6,9 +6,9 @@ from time import monotonic
 
 from ..proto.commands import ProbeMemory
 from ..proto.errors import InputError, WorkerLostError
-from ..proto.reports import Hello, MemoryProbed
+from ..proto.reports import Hello, MemoryProbed, MemoryReported
 from .cluster import Group
-from .memory_fit import Pool
+from .memory_fit import Pool, RankMemory
 
 MEBIBYTE = 1 << 20
 RESERVE_BYTES = 256 * MEBIBYTE
@@ -43,6 +43,37 @@ class MemoryWish:
 
     reserve_bytes: int | None = None  # None: the usual one
     limits: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What a rank's process was planned to hold of its device at its peak, and what it holds now.
+
+    `held_bytes`: what a card's driver has less than before the process came; on the CPU its anonymous memory.
+    """
+
+    planned_bytes: int
+    held_bytes: int
+
+
+def device_uses(
+    plan: Sequence[RankMemory],
+    devices: Sequence[DeviceMemory],
+    hellos: Sequence[Hello],
+    reports: Sequence[MemoryReported],
+) -> tuple[DeviceUse, ...]:
+    """By rank. `devices`: as they were before the load."""
+    held = {report.rank: report for report in reports}
+    return tuple(
+        DeviceUse(device.base_bytes + memory.peak_bytes, _held_bytes(hello, held[hello.rank]))
+        for memory, device, hello in zip(plan, devices, hellos, strict=True)
+    )
+
+
+def _held_bytes(hello: Hello, report: MemoryReported) -> int:
+    if hello.device == "cpu":
+        return report.anonymous_bytes
+    return max(0, hello.free_bytes - report.device_free_bytes) if hello.free_bytes else report.device_reserved_bytes
 
 
 def probe_memory(group: Group, hellos: Sequence[Hello]) -> tuple[DeviceMemory, ...]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
+from ..coordinator.device_memory import DeviceUse
 from ..proto.generation_result import GenerationResult, PrefillResult, ShiftFailure, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
@@ -31,6 +32,7 @@ def run_facts(
     load_seconds: float,
     memory: Sequence[MemoryReported],
     reasoning: str = "",
+    uses: Sequence[DeviceUse] = (),
 ) -> dict[str, Any]:
     """The object that `run --json` prints. Seconds, bytes, token counts; lists of ranks are in rank order."""
     facts: dict[str, Any] = {
@@ -45,7 +47,7 @@ def run_facts(
         "decode": asdict(result.decode),
         "start_seconds": start_seconds,
         "load_seconds": load_seconds,
-        "memory": [_memory_facts(report) for report in sorted(memory, key=lambda one: one.rank)],
+        "memory": [_memory_facts(report, uses) for report in sorted(memory, key=lambda one: one.rank)],
     }
     if any(token.top for token in result.tokens):
         facts["logprobs"] = [_logprob_facts(token) for token in result.tokens]
@@ -102,13 +104,18 @@ def _failure_facts(failure: ShiftFailure) -> dict[str, Any]:
     return {"from": str(failure.source), "to": str(failure.to), "failed": kind, "reason": failure.reason}
 
 
-def _memory_facts(report: MemoryReported) -> dict[str, int]:
-    return {
+def _memory_facts(report: MemoryReported, uses: Sequence[DeviceUse]) -> dict[str, int]:
+    """Weights and KV as planned and as tracked; with `uses` also the whole of the device's memory."""
+    facts = {
         "rank": report.rank,
         "planned_bytes": report.planned_bytes,
         "peak_bytes": report.peak_bytes,
         "anonymous_bytes": report.anonymous_bytes,
     }
+    if uses:
+        use = uses[report.rank]
+        facts |= {"device_planned_bytes": use.planned_bytes, "device_held_bytes": use.held_bytes}
+    return facts
 
 
 def _logprob_facts(token: SampledToken) -> dict[str, Any]:
@@ -161,18 +168,31 @@ def phase_table(result: GenerationResult) -> "Table":
     return table
 
 
-def memory_table(placement: Staged, memory: Sequence[MemoryReported], result: GenerationResult) -> "Table":
-    """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB."""
+def memory_table(
+    placement: Staged,
+    memory: Sequence[MemoryReported],
+    result: GenerationResult,
+    uses: Sequence[DeviceUse] = (),
+) -> "Table":
+    """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB.
+
+    On cards, with `uses`, also all that it was planned to hold of the card and what the driver says it does.
+    """
     from rich.table import Table
 
     table = Table("rank", "layers")
     for column in ("computing, s", "waiting, s", "planned, MiB", "peak, MiB", "of the process, MiB"):
         table.add_column(column, justify="right")
+    on_cards = any(report.device_free_bytes for report in memory) and bool(uses)
+    for column in ("card planned, MiB", "card holds, MiB") if on_cards else ():
+        table.add_column(column, justify="right")
     times = {stage.rank: stage for stage in result.prefill.stages}
     for report in sorted(memory, key=lambda one: one.rank):
         layers, stage = placement.stages[report.rank], times.get(report.rank)
         spent = ("", "") if stage is None else (f"{stage.busy_seconds:.3f}", f"{stage.waiting_seconds:.3f}")
-        sizes = (report.planned_bytes, report.peak_bytes, report.anonymous_bytes)
+        sizes = [report.planned_bytes, report.peak_bytes, report.anonymous_bytes]
+        if on_cards:
+            sizes += [uses[report.rank].planned_bytes, uses[report.rank].held_bytes]
         owned = f"{layers.first}..{layers.end - 1}" if len(layers) else "none"
         table.add_row(str(report.rank), owned, *spent, *(f"{size / MEBIBYTE:,.1f}" for size in sizes))
     return table

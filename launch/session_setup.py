@@ -8,9 +8,10 @@ from math import inf
 from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
-from ..coordinator.device_memory import probe_memory
+from ..coordinator.device_memory import DeviceMemory, DeviceUse, device_uses, probe_memory
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
 from ..coordinator.fit_choice import ContextWish, Fit
+from ..coordinator.memory_fit import RankMemory
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
@@ -20,6 +21,7 @@ from ..proto.ids import Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
+from ..proto.reports import MemoryReported
 from .console import load_progress, note, warn
 from .cost_cache import settle_costs
 from .fitting import GroupPlan, fit_group
@@ -55,6 +57,12 @@ class Session:
     loaded: LoadResult
     cluster: RestartingGroup
     trace: Trace | None = None  # where one is written
+    plan: tuple[RankMemory, ...] = ()  # by rank, beside what its process held
+    devices: tuple[DeviceMemory, ...] = ()  # before the load
+
+    def device_uses(self, reports: Sequence[MemoryReported]) -> tuple[DeviceUse, ...]:
+        """What each rank was planned to hold of its device, and what it holds."""
+        return device_uses(self.plan, self.devices, self.cluster.hellos, reports)
 
 
 def open_model(model: str) -> Opened:
@@ -122,7 +130,8 @@ def open_session(
         settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
         plan = replace(plan, settings=settings)
         placement = plan.placement()
-        found = fit_group(plan, placement, probe_memory(cluster, cluster.hellos), device_kind, wish)
+        memory = probe_memory(cluster, cluster.hellos)
+        found = fit_group(plan, placement, memory, device_kind, wish)
         fit, placement = found.fit, found.fit.case.placement
         _tell_fit(fit)
         context_tokens = fit.context_tokens
@@ -153,7 +162,7 @@ def open_session(
         driver.restart_by(cluster.regroup)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
-        yield Session(driver, placement, start_seconds, loaded, cluster, trace)
+        yield Session(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
         if costs is not None:
             costs.learn(driver)
 

@@ -182,10 +182,12 @@ def _answer(
         _, result = follow(session.driver, request, stream, told.take)
         told.finish()
     memory = session.driver.memory()
+    uses = session.device_uses(memory)
     if as_json:
         facts = run_facts(
-            told.text, result, session.placement, session.start_seconds, session.loaded.seconds, memory, told.reasoning
-        )
+            told.text, result, session.placement, session.start_seconds, session.loaded.seconds, memory,
+            told.reasoning, uses,
+        )  # fmt: skip
         print(json.dumps(facts, ensure_ascii=False))
     else:
         output.end_answer()
@@ -194,6 +196,6 @@ def _answer(
     for line in reason_lines(result):
         note(line)
     stderr_console().print(phase_table(result))
-    stderr_console().print(memory_table(session.placement, memory, result))
+    stderr_console().print(memory_table(session.placement, memory, result, uses))
     if result.error is not None:
         raise RequestFailedError(result.error)

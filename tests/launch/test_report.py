@@ -5,6 +5,7 @@ import json
 from msgspec.structs import replace
 from rich.console import Console
 
+from gearshift.coordinator.device_memory import DeviceUse
 from gearshift.launch.report import memory_table, phase_table, reason_lines, run_facts
 from gearshift.proto.generation_result import (
     DecodeResult,
@@ -143,3 +144,14 @@ def test_the_tables_tell_each_phase_and_each_rank() -> None:
         "192.0",
     ):
         assert words in told
+
+
+def test_on_cards_the_whole_of_a_devices_memory_is_told_beside_what_was_planned() -> None:
+    uses = (DeviceUse(300, 310), DeviceUse(400, 390))
+    facts = run_facts("", result(None), PLACEMENT, 0.0, 0.0, MEMORY, uses=uses)
+    told = [(one["device_planned_bytes"], one["device_held_bytes"]) for one in facts["memory"]]
+    assert told == [(300, 310), (400, 390)]
+    on_cards = [replace(report, device_free_bytes=1) for report in MEMORY]
+    columns = [column.header for column in memory_table(PLACEMENT, on_cards, result(None), uses).columns]
+    assert columns[-2:] == ["card planned, MiB", "card holds, MiB"]
+    assert len(memory_table(PLACEMENT, MEMORY, result(None), uses).columns) == len(columns) - 2
