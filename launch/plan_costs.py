@@ -21,6 +21,7 @@ from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from .cost_cache import placement_digest, speed_variables
 from .fitting import GroupPlan
+from .models import open_files
 from .options import Device, GroupSettings, LayoutSettings
 from .plan_fit import CPU, PlannedMemory, plan_memory
 from .session_setup import check_kv_format, open_model, open_session, wish_context
@@ -72,9 +73,9 @@ def costs_of_model(
 
     `tokens`: of the prompt and the answer.
     """
-    opened = open_model(model)
-    wish = wish_context(context_tokens, *tokens, opened.spec.trained_context)
-    plan = GroupPlan(build_spec(opened.files, wish.tokens), settings, layouts)
+    files = open_files(model)
+    wish = wish_context(context_tokens, *tokens, build_spec(files).trained_context)
+    plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts)
     check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:
         file = read_cost_file(costs_file)
@@ -86,7 +87,7 @@ def costs_of_model(
     kept = None if settings.measure else kept_costs(plan.spec, settings)
     if kept is not None:
         return _planned(plan, wish, kept[1], f"measured earlier on this machine ({kept[0]})")
-    with open_session(opened, settings, layouts, wish) as session:
+    with open_session(open_model(model), settings, layouts, wish) as session:
         driver = session.driver
         facts = {
             "devices": [hello.device for hello in session.cluster.hellos],
