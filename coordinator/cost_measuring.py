@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ..proto.commands import MeasureCosts
 from ..proto.kv import BLOCK_TOKENS, KvFormat
-from ..proto.model import ModelSpec
+from ..proto.model import LayerSpec, ModelSpec
 from ..proto.placement.bundles import bundle_bytes
 from ..proto.placement.plan import Placement
 from ..proto.ranges import LayerRange
@@ -35,6 +35,8 @@ BATCHES = (1, 4, 8, 16)  # of the decode steps that are timed
 STEP_ROOM = 16  # positions behind the cached tokens of a timed step
 TRANSFER_BYTES = (MIB, 16 * MIB)
 THOROUGH_ROUNDS = 3
+CPU_PASS_PRODUCTS = 75_000_000_000  # multiplications of a timed pass: one or two seconds of a core
+LEAST_CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,23 @@ class MeasuringPlan:
 
 
 def measuring_plan(
-    device: str, ranks: int, context_tokens: int, max_chunk_tokens: int, max_batch: int, thorough: bool = False
+    device: str,
+    ranks: int,
+    context_tokens: int,
+    max_chunk_tokens: int,
+    max_batch: int,
+    thorough: bool = False,
+    layer_values: int = 0,
 ) -> MeasuringPlan:
     """Few and short points, as they are timed on every start; `thorough` adds some that show how well they fit.
 
-    All lie within the context and the chunk buffers.
+    All lie within the context and the chunk buffers. `layer_values`: weights of the largest layer, so that a chunk
+    through a large one on a CPU does not take seconds.
     """
     scale = CPU if device == "cpu" else CUDA
     longest = max(1, min(scale.chunk, max_chunk_tokens, context_tokens // 2))
+    if device == "cpu" and layer_values:
+        longest = min(longest, max(LEAST_CHUNK, CPU_PASS_PRODUCTS // layer_values))
     short = max(1, longest // 4)
     deep = max(0, min(scale.chunk_depth, context_tokens - longest))
     chunks = [(0, short), (0, longest), (deep, short)]
@@ -203,6 +214,13 @@ def _medians(same: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return [_medians(values) for values in zip(*same, strict=True)]
     return median(same) if isinstance(first, float) else first
+
+
+def layer_values(layer: LayerSpec, hidden: int) -> int:
+    """Weights of a layer's matrices."""
+    attention = layer.query_heads * (layer.key_width + layer.value_width)
+    attention += layer.kv_heads * (layer.key_width + layer.value_width)
+    return hidden * (attention + 3 * layer.feed_forward)
 
 
 def shift_bytes_a_token(spec: ModelSpec, placement: Placement, kv_format: KvFormat) -> int:

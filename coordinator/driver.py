@@ -50,7 +50,15 @@ from .answer_length import AnswerLengths
 from .chunk_plan import Limits
 from .clock_offsets import clock_offsets
 from .cluster import Group
-from .cost_measuring import Measurement, MeasuringPlan, joined, measuring_plan, middle, shift_bytes_a_token
+from .cost_measuring import (
+    Measurement,
+    MeasuringPlan,
+    joined,
+    layer_values,
+    measuring_plan,
+    middle,
+    shift_bytes_a_token,
+)
 from .cost_model import Costs
 from .cost_refinement import CostRefinement
 from .generation import (
@@ -207,9 +215,11 @@ class Driver:
     def measuring_plan(self, thorough: bool = False) -> MeasuringPlan:
         """What `measure_costs` would time on this group; `thorough`: with points that show how well the costs fit."""
         chosen = self._settings
+        largest = max(layer_values(layer, self._spec.hidden) for layer in self._spec.layers)
         return measuring_plan(
-            chosen.device, self._group.ranks, chosen.context_tokens, chosen.max_chunk_tokens, chosen.max_open, thorough
-        )
+            chosen.device, self._group.ranks, chosen.context_tokens, chosen.max_chunk_tokens, chosen.max_open, thorough,
+            largest,
+        )  # fmt: skip
 
     def measure_costs(
         self, plan: MeasuringPlan | None = None, on_part: Callable[[str], None] | None = None

@@ -94,7 +94,7 @@ class TransferSeconds(Struct, frozen=True):
 
 
 class CostsMeasured(Report, frozen=True):
-    """Medians. Step by step in the order of the steps asked for: `hops` makes a stage's result known to all, once a
+    """Best of a few passes. Step by step in the order of the steps asked for: `hops` makes a stage's result known to all, once a
     stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
     are whole steps as the device runs them by itself, empty where it does not.
     """

@@ -1,6 +1,5 @@
-"""How long something takes here: the median of a few passes, more of them where it is quick."""
+"""How long something takes here: the best of a few passes, more of them where it is quick."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -9,7 +8,7 @@ import torch
 from .links.tensor_group import TensorGroup
 
 REPEATED_SECONDS = 0.06  # of each point, the first pass beside
-MOST_REPEATS = 3
+MOST_REPEATS = 4
 LONG_SECONDS = 0.4  # a pass that takes as long is not repeated: what a first pass costs more is little beside it
 
 Run = Callable[[], object]
@@ -31,17 +30,18 @@ class Stopwatch:
     def alone(self, run: Run) -> float:
         """Seconds of a run that needs no other rank."""
         first = self.once(run)
-        return self._median(run, first, _repeats(first))
+        return self._best(run, first, _repeats(first))
 
     def together(self, run: Run) -> float:
         """Seconds of a run that all ranks do at the same time; rank 0 says how often it is repeated."""
         self._ranks.barrier()
         first = self.once(run)
         count = torch.tensor([_repeats(first)], device=self._device)
-        return self._median(run, first, int(self._ranks.broadcast(count, root=0).item()))
+        return self._best(run, first, int(self._ranks.broadcast(count, root=0).item()))
 
-    def _median(self, run: Run, first: float, repeats: int) -> float:
-        return statistics.median([self.once(run) for _ in range(repeats)]) if repeats else first
+    def _best(self, run: Run, first: float, repeats: int) -> float:
+        """The least: other work on the machine can only add to it."""
+        return min((self.once(run) for _ in range(repeats)), default=first)
 
 
 def _repeats(first_seconds: float) -> int:

@@ -9,12 +9,14 @@ from gearshift.coordinator.cost_measuring import (
     MIB,
     Measurement,
     joined,
+    layer_values,
     measuring_plan,
     middle,
 )
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
 from gearshift.tests.helpers import measured as made_up
+from gearshift.tests.helpers.specs import layer_spec
 
 SPEC, PLAN, measured = made_up.SPEC, made_up.PLAN, made_up.measured
 
@@ -39,6 +41,18 @@ def test_batches_follow_the_limit_of_open_requests() -> None:
         return sorted({batch for _, batch in measuring_plan("cpu", 2, 4096, 512, limit).steps})
 
     assert [batches(limit) for limit in (1, 8, 100)] == [[1], [1, 4, 8], [1, 4, 8, 16]]
+
+
+def test_chunks_through_large_layers_are_short_on_a_cpu_alone() -> None:
+    values = layer_values(layer_spec(64, 8, 28_672, key_width=128, value_width=128), 8192)
+    assert values == 8192 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 28_672)
+
+    def longest(device: str, size: int) -> int:
+        return max(tokens for _, tokens in measuring_plan(device, 2, 65_536, 2048, 1, layer_values=size).chunks)
+
+    assert longest("cpu", 3_500_000) == 256
+    assert 32 <= longest("cpu", values) < 128
+    assert longest("cuda", values) == 2048
 
 
 def test_one_rank_measures_nothing_that_takes_two() -> None:
