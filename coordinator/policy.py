@@ -32,6 +32,12 @@ class Choice:
         """Seconds of each journey that was compared."""
         return {journey: forecast.seconds for journey, forecast in self.forecasts.items()}
 
+    @property
+    def seconds(self) -> float | None:
+        """Of the chosen one; None where nothing was compared."""
+        forecast = self.forecasts.get((self.prefill, self.decode))
+        return None if forecast is None else forecast.seconds
+
 
 def journeys(
     ranks: int, prefill: Layout | None, decode: Layout | None, allowed: Sequence[Journey] | None = None
@@ -48,7 +54,9 @@ def journeys(
     open_ones = tuple(journey for journey in found if journey in allowed)
     if not open_ones:
         told = ", ".join(f"{first}->{second}" for first, second in allowed)
-        raise LayoutRefusedError(f"this group has memory for {told} alone, not for {found[0][0]}->{found[0][1]}")
+        raise LayoutRefusedError(
+            f"this group has memory for {told} alone, not for {found[0][0]}->{found[0][1]}"
+        )
     return open_ones
 
 
@@ -104,8 +112,8 @@ def worth_keeping(cold: Choice, warm: Choice, kept: KeptPrefix, prompt_tokens: i
 
     Without predictions: unless more than half of the prompt would be read in another layout than from the start.
     """
-    if cold.forecasts and warm.forecasts:
-        return min(warm.predicted.values()) <= min(cold.predicted.values())
+    if cold.seconds is not None and warm.seconds is not None:
+        return warm.seconds <= cold.seconds
     return warm.prefill is cold.prefill or 2 * kept.tokens >= prompt_tokens
 
 

@@ -31,11 +31,15 @@ gearshift plan --costs examples/rigs/4070_3060_q5_k_m.json --prompt-tokens 58300
 """
 
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of the prompt.", show_default=False)
+    int,
+    typer.Option(
+        "-p", "--prompt-tokens", metavar="N", min=1, help="Length of the prompt.", show_default=False
+    ),
 ]
 OutputTokens = Annotated[
     int | None,
     typer.Option(
+        "-n",
         "--output-tokens",
         metavar="N",
         min=1,

@@ -44,7 +44,10 @@ def test_without_migrating_layers_there_is_nothing_to_regret() -> None:
 
 def test_before_a_move_was_timed_the_link_prices_it_on_the_busiest_rank() -> None:
     assert regret_now(keeper(), LINKED, None, idle=True) == Regret(LAYER, 6.0, 6.0)
-    assert regret_now(keeper(), Costs(stages=LINKED.stages), None, idle=True) is None
+    unlinked = regret_now(keeper(), Costs(stages=LINKED.stages), None, idle=True)
+    assert unlinked is not None
+    assert unlinked.to_tensor_seconds == pytest.approx(600e-9)
+    assert regret_now(keeper(), None, None, idle=True) is None
 
 
 def test_a_move_that_was_timed_prices_the_next_one() -> None:
