@@ -21,7 +21,7 @@ from ..proto.commands import (
 from ..proto.errors import ProtocolError
 from ..proto.generation_result import FinishReason, ShiftFailure, ShiftFailureKind
 from ..proto.ids import Layout, Rank
-from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count
+from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count, most_moved_blocks
 from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
 from .generation import RequestPlan, TokenEvent
 from .rank_answers import CommitQuery, HashQuery
@@ -185,13 +185,18 @@ class Session:
         )
 
     def take_moves(self) -> list[Move]:
-        """Blocks to send in the tick being built: full ones that earlier ticks have written, then the rest."""
+        """Blocks to send in the tick being built: full ones that earlier ticks have written, then the rest.
+
+        A kept prefix on its way back goes in several ticks: what moves is held twice meanwhile.
+        """
         if self.target is None or len(self._accepted) < self._ranks or self.phase is Phase.ENDED:
             return []
         moves, self._again = self._again, []
+        most = most_moved_blocks(max(self.plan.chunks, default=0))
         for stage, written in enumerate(self._written):
             whole = written == self.prompt_tokens or self.phase is Phase.RETURN
             end = block_count(written) if whole else written // BLOCK_TOKENS
+            end = min(end, self._moved_blocks[stage] + most)
             first, self._moved_blocks[stage] = self._moved_blocks[stage], end
             if end > first:
                 moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))

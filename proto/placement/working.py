@@ -10,7 +10,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from ..ids import KvType, Layout
-from ..kv import BLOCK_TOKENS, KvFormat, block_count, row_bytes
+from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks, row_bytes
 from ..model import LayerSpec, ModelSpec
 from .bundles import bundle_bytes
 from .memory import Holding
@@ -169,7 +169,7 @@ def _logit_bytes(spec: ModelSpec, placement: Placement, rank: int) -> int:
 
 def _shift_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
     """Bundles of one chunk's blocks, copied to be sent and as they arrive; the dearer direction."""
-    blocks = case.chunk_rows // BLOCK_TOKENS + 2  # those that a chunk completes, and the last one that is not full
+    blocks = min(most_moved_blocks(case.chunk_rows), block_count(case.context_tokens))
     others = [other for other in range(placement.ranks) if other != rank]
     as_stage = sum(bundle_bytes(spec, placement, rank, part, case.kv_format) for part in others)
     as_part = sum(bundle_bytes(spec, placement, stage, rank, case.kv_format) for stage in others)
