@@ -23,9 +23,17 @@ class Stopwatch:
     def once(self, run: Run) -> float:
         started = time.perf_counter()
         run()
+        self._settle()
+        return time.perf_counter() - started
+
+    def meet(self) -> None:
+        """Return when every rank has come here, at about the same time."""
+        self._ranks.barrier()
+        self._settle()
+
+    def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - started
 
     def alone(self, run: Run) -> float:
         """Seconds of a run that needs no other rank."""
@@ -34,7 +42,7 @@ class Stopwatch:
 
     def together(self, run: Run) -> float:
         """Seconds of a run that all ranks do at the same time; rank 0 says how often it is repeated."""
-        self._ranks.barrier()
+        self.meet()
         first = self.once(run)
         count = torch.tensor([_repeats(first)], device=self._device)
         return self._best(run, first, int(self._ranks.broadcast(count, root=0).item()))

@@ -15,7 +15,7 @@ from gearshift.launch import command_line
 from gearshift.launch.command_line import run_command
 from gearshift.proto.errors import WorkerLostError
 
-COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "plan", "config", "doctor")
+COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "plan", "calibrate", "config", "doctor")
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
