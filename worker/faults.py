@@ -155,9 +155,10 @@ class FaultHooks:
         self._shift_of: dict[RequestId, int] = {}  # the number of its latest
         self._spoilt: set[int] = set()  # shifts that have had their one damage
 
-    def spoils_pair(self, source: int, target: int) -> bool:
-        """Whether what this rank sends in the start-up check is to arrive changed."""
-        return (source, target) in self._pairs
+    @property
+    def spoilt_pairs(self) -> frozenset[tuple[int, int]]:
+        """(source, target) pairs from this rank whose patterns of the start-up check are to arrive changed."""
+        return self._pairs
 
     @property
     def slowness(self) -> float:

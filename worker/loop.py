@@ -99,8 +99,9 @@ def run(
     local = len(set(meeting.hosts)) == 1
     hooks = FaultHooks(faults, rank, meeting.start)
     opening = open_links(
-        rank, world_size, device, meeting.group, local=local, coordinator=channel.address, options=meeting.options
-    )
+        rank, world_size, device, meeting.group, local=local, coordinator=channel.address, options=meeting.options,
+        spoilt=hooks.spoilt_pairs,
+    )  # fmt: skip
     with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
         while True:

@@ -16,6 +16,7 @@ from . import interfaces, mailbox, shared_memory
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .options import no_peer_asked, settle
+from .pair_check import check_pairs
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
 from .shared_memory import SharedSegment
@@ -64,12 +65,14 @@ def open_links(
     timeout_seconds: float = 300.0,
     coordinator: str = "",
     options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    spoilt: frozenset[tuple[int, int]] = frozenset(),
 ) -> Iterator[Links]:
     """Join the other ranks; collective: all ranks open at the same time, with the same `group`.
 
     The meeting point comes from the environment torchrun's agent sets (MASTER_ADDR, MASTER_PORT, ...). `group` is the
     launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host. `coordinator`:
     its address; where ranks are on several hosts, the interface that leads there is the data's too.
+    `spoilt`: for tests, see `check_pairs`.
     Raises CollectiveTimeoutError or LinkFailedError, as every later wait does after `timeout_seconds`.
     """
     if world_size == 1:
@@ -83,7 +86,7 @@ def open_links(
     try:
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
             links = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
-            _warm(links, device)
+            _warm(links, device, spoilt)
         yield links
         links.pipeline.drain()
     finally:
@@ -205,20 +208,13 @@ def _edge(shared: SharedSegment, size: int, first: int) -> tuple[memoryview, Ten
     return flags, buffers
 
 
-def _warm(links: Links, device: torch.device) -> None:
-    """One small transfer over each way, so that connections and buffers exist before the first prompt."""
+def _warm(links: Links, device: torch.device, spoilt: frozenset[tuple[int, int]]) -> None:
+    """A transfer over each way, so that connections and buffers exist before the first prompt; and it is checked."""
     rank, size = links.rank, links.size
     ones = torch.ones(size, device=device)
     if not torch.equal(links.tensor.all_reduce(ones), ones * size):
         raise LinkFailedError(f"rank {rank}: the all-reduce of the self-test is wrong")
     links.tensor.broadcast(ones, root=size - 1)
     links.tensor.gather(ones, root=size - 1, widths=[size] * size)
-    links.pipeline.warm(rank)
-    others = [peer for peer in range(size) if peer != rank]
-    sent = torch.full((8,), rank, dtype=torch.uint8, device=device)
-    received = [torch.full_like(sent, 255) for _ in others]
-    links.kv.start([(peer, sent) for peer in others], list(zip(others, received, strict=True))).wait()
-    for peer, tensor in zip(others, received, strict=True):
-        if not torch.equal(tensor, torch.full_like(sent, peer)):
-            raise LinkFailedError(f"rank {rank}: what rank {peer} sent in the self-test arrived damaged")
+    check_pairs(links.kv, links.pipeline, links.tensor, rank, size, device, spoilt)
     links.tensor.barrier()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...proto.errors import ProtocolError
-from .errors import LinkFailedError
 from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
 from .throttle import Throttle
 from .waiting import named_errors, wait_for
@@ -159,20 +158,18 @@ class PipelineEdges:
         way.receive()
         return hidden
 
-    def warm(self, rank: int) -> None:
-        """Send the next rank a few bytes each way there is, and check what the rank before has sent."""
-        if self._outgoing is not None:
+    def exchange(self, payload: Tensor | None, byte_count: int) -> list[Tensor]:
+        """Send the next rank flat bytes, each way there is; what the rank before has sent, each way. For the check."""
+        if self._outgoing is not None and payload is not None:
             for way in self._outgoing.ways():
-                way.send(torch.full((8,), rank, dtype=torch.uint8, device=self._device))
-        if self._incoming is not None:
-            for arrival in self._incoming.ways():
-                into = torch.full((8,), 255, dtype=torch.uint8, device=self._device)
-                arrival.post(into)
-                arrival.receive()
-                if not torch.equal(into, torch.full_like(into, rank - 1)):
-                    raise LinkFailedError(
-                        f"rank {rank}: rank {rank - 1}'s rows of the self-test arrived damaged"
-                    )
+                way.send(payload)
+        arrived = []
+        for arrival in self._incoming.ways() if self._incoming is not None else []:
+            into = torch.zeros(byte_count, dtype=torch.uint8, device=self._device)
+            arrival.post(into)
+            arrival.receive()
+            arrived.append(into)
+        return arrived
 
     def drain(self) -> None:
         """Wait until all that was sent through torch.distributed has left."""
