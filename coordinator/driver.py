@@ -186,6 +186,7 @@ class Driver:
     def load(self, on_progress: Callable[[Rank, int, int], None] | None = None) -> LoadResult:
         """Load the model on all ranks. `on_progress` is told (rank, bytes done, bytes in all)."""
         settings, started = self._settings, self._clock()
+        self._scheduler.weights = WeightKeeper(self._group.ranks)  # until it is known what has to move
         self._group.broadcast(
             LoadModel(
                 spec=self._spec,

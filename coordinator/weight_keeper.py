@@ -151,6 +151,8 @@ class WeightKeeper:
     # What the ranks tell
 
     def prepared(self, report: MigrationPrepared) -> None:
+        if not self.migrates:
+            return  # of the model that was on the group before
         waiting = self._asked.get(report.to, set())
         if report.rank not in waiting:
             raise ProtocolError(f"rank {report.rank} prepared a migration that was not asked for")
@@ -160,6 +162,8 @@ class WeightKeeper:
 
     def migrated(self, report: WeightsMigrated) -> None:
         """Each rank tells of its groups in the order of the log."""
+        if not self.migrates:
+            return
         group = next((group for group in self._under_way if report.rank in group.missing), None)
         if group is None or (group.command.to, group.command.layers) != (report.to, report.layers):
             raise ProtocolError(f"rank {report.rank} migrated layers {report.layers}, which it was not told to")

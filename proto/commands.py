@@ -207,8 +207,8 @@ class PrepareMigration(Command, frozen=True):
 class MigrateWeights(Command, frozen=True):
     """Bring the parts of these layers to where `to` needs them, and free what is not needed there: `WeightsMigrated`.
 
-    All ranks have accepted. What the log holds from here on runs these layers in `to` alone. The time counts as part
-    of the shift that `request` has prepared, if any.
+    All ranks have accepted. What the log holds from here on runs these layers in `to` alone. Time and bytes count as
+    part of the shift to `to` that `request` has prepared, if any.
     """
 
     to: Layout

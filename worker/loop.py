@@ -216,7 +216,8 @@ class LoadedModel:
 
     def _migrate(self, command: MigrateWeights) -> WeightsMigrated:
         report = self.moving.migrate(command)
-        if command.request is not None and (shift := self.requests[command.request].shift) is not None:
+        shift = None if command.request is None else self.requests[command.request].shift
+        if shift is not None and shift.to is command.to:
             shift.move_seconds += report.seconds
             shift.weight_bytes += report.received_bytes
         return report

@@ -96,7 +96,8 @@ def test_layers_that_migrate_give_the_same_logits_and_move_the_bytes_planned(
     for rank, report in enumerate(driver.memory()):
         weights = peak_bytes(spec, placement, rank, f32)
         assert report.planned_bytes == weights + loaded.kv_bytes[rank]
-        assert report.peak_bytes == report.planned_bytes
+        # Parts that are read from the file need no room for bytes that peers send.
+        assert loaded.weight_bytes[rank] + loaded.kv_bytes[rank] <= report.peak_bytes <= report.planned_bytes
 
 
 def request(prefill: Layout, decode: Layout, tokens: int = 70) -> GenerationRequest:

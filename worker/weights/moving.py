@@ -46,6 +46,7 @@ class MovingParts:
                 raise ProtocolError(f"layer {layer} cannot migrate to where the {command.to} layout needs it")
         moves = transfers(self._placement, command.layers, command.to)
         received = self._exchange(moves) if command.source is WeightSource.PEER else self._read(moves)
+        self._store.settle()
         self._at.update(dict.fromkeys(command.layers, command.to))
         return WeightsMigrated(self._rank, command.to, command.layers, time.monotonic() - started, received)
 
@@ -60,19 +61,17 @@ class MovingParts:
         self._links.start(sends, receives).wait()
         sends.clear()
         receives.clear()
-        self._store.settle(sent)
+        self._store.sent(sent)
         while arriving:
             move, data = arriving.pop(0)
             self._store.put(move.layer, move.part, data)
             del data  # each part's bytes are freed before the next part is packed
-        self._store.settle(0)
         return received
 
     def _read(self, moves: Sequence[PartTransfer]) -> int:
         """Every rank frees what it needs no more and reads what it needs from its file."""
         for move in self._mine(moves):
             self._store.drop(move.layer, move.part)
-        self._store.settle(0)
         return sum(self._store.read(move.layer, move.part) for move in moves if move.target == self._rank)
 
     def _mine(self, moves: Sequence[PartTransfer]) -> list[PartTransfer]:

@@ -41,8 +41,11 @@ class PartStore(Protocol):
     def read(self, layer: int, part: int) -> int:
         """The part is here now, read from the files; its bytes."""
 
-    def settle(self, sent: int) -> None:
-        """What was taken, `sent` bytes, has left: give freed memory back."""
+    def sent(self, byte_count: int) -> None:
+        """What was taken, so many bytes, has left and is freed."""
+
+    def settle(self) -> None:
+        """A group of layers is where it belongs: give freed memory back."""
 
 
 class DenseStore:
@@ -88,8 +91,10 @@ class DenseStore:
         self._set(layer, self._loader.part(layer, part))  # the loader tracks what it allocates
         return self.byte_count(layer, part)
 
-    def settle(self, sent: int) -> None:
-        self._ledger.track(STAGING, -sent)
+    def sent(self, byte_count: int) -> None:
+        self._ledger.track(STAGING, -byte_count)
+
+    def settle(self) -> None:
         return_freed_memory()
 
     def byte_count(self, layer: int, part: int) -> int:
