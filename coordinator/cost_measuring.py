@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -64,7 +64,7 @@ class MeasuringPlan:
     reduce_bytes: tuple[int, ...] = ()
     transfer_bytes: tuple[int, ...] = ()
     host_copy_bytes: tuple[int, ...] = ()
-    rounds: int = 1  # all of it so often; the middle counts
+    rounds: int = 1  # all of it so often; the best counts
 
     def commands(self) -> Iterator[tuple[str, MeasureCosts]]:
         """What is measured, in words, and the command for it: one after the other."""
@@ -199,21 +199,21 @@ def joined(reports: Sequence[CostsMeasured]) -> CostsMeasured:
     )
 
 
-def middle(rounds: Sequence[CostsMeasured]) -> CostsMeasured:
-    """One rank's answers to the same command, told some times: of every figure the median."""
+def best(rounds: Sequence[CostsMeasured]) -> CostsMeasured:
+    """One rank's answers to the same command, given some times: of every figure the least."""
     if len(rounds) == 1:
         return rounds[0]
     same = [msgspec.to_builtins(one) for one in rounds]
-    return msgspec.convert(_medians(same), CostsMeasured)
+    return msgspec.convert(_least(same), CostsMeasured)
 
 
-def _medians(same: Sequence[Any]) -> Any:
+def _least(same: Sequence[Any]) -> Any:
     first = same[0]
     if isinstance(first, dict):
-        return {key: _medians([one[key] for one in same]) for key in first}
+        return {key: _least([one[key] for one in same]) for key in first}
     if isinstance(first, list | tuple):
-        return [_medians(values) for values in zip(*same, strict=True)]
-    return median(same) if isinstance(first, float) else first
+        return [_least(values) for values in zip(*same, strict=True)]
+    return min(same) if isinstance(first, float) else first
 
 
 def layer_values(layer: LayerSpec, hidden: int) -> int:

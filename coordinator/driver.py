@@ -53,10 +53,10 @@ from .cluster import Group
 from .cost_measuring import (
     Measurement,
     MeasuringPlan,
+    best,
     joined,
     layer_values,
     measuring_plan,
-    middle,
     shift_bytes_a_token,
 )
 from .cost_model import Costs
@@ -236,7 +236,7 @@ class Driver:
             if on_part is not None:
                 on_part(words)
             rounds = [self._measured(command) for _ in range(plan.rounds)]
-            answers.append(tuple(middle(reports) for reports in zip(*rounds, strict=True)))
+            answers.append(tuple(best(reports) for reports in zip(*rounds, strict=True)))
         if self._placement.migrating:  # there and back: what it takes is known before the first request
             self.bring_weights(Layout.TENSOR)
             self.bring_weights(Layout.LAYER)

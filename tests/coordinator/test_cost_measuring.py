@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from gearshift.coordinator.cost_measuring import (
     MIB,
     Measurement,
+    best,
     joined,
     layer_values,
     measuring_plan,
-    middle,
 )
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
@@ -151,9 +151,9 @@ def test_parts_that_are_not_at_hand_are_judged_by_their_share() -> None:
     assert judged.decode_tensor.seconds(4, 100) == pytest.approx(known.decode_tensor.seconds(4, 100), rel=0.05)
 
 
-def test_of_several_rounds_the_middle_figure_counts() -> None:
+def test_of_several_rounds_the_least_figure_counts() -> None:
     (_, command), *_ = PLAN.commands()
     rounds = [made_up.measured_costs(Rank(1), 2, 4, command, speed) for speed in (1.0, 5.0, 0.1)]
-    assert middle(rounds) == rounds[0]
-    assert middle(rounds[:1]) is rounds[0]
-    assert joined([middle(rounds)]) == rounds[0]
+    assert best(rounds) == rounds[1]
+    assert best(rounds[:1]) is rounds[0]
+    assert joined([best(rounds)]) == rounds[1]
