@@ -119,7 +119,7 @@ def choose_fit(
     for candidate, case, context in best:
         if context >= wish.needed and not wish.asked:
             return _fit(candidate, case, context, pools, wish)
-    raise DoesNotFitError(refusal(candidates[0].case, pools, wish, remake))
+    raise DoesNotFitError(refusal(candidates, pools, wish, remake))
 
 
 def _best_case(candidate: Candidate, pools: Sequence[Pool], wish: ContextWish) -> tuple[FitCase, int]:
@@ -168,11 +168,15 @@ def with_usual_chunk(case: FitCase, context_tokens: int, process_bytes: Sequence
     return found
 
 
-def refusal(case: FitCase, pools: Sequence[Pool], wish: ContextWish, remake: Remake | None = None) -> str:
-    """Numbers by device, then each change that alone would make it fit."""
+def refusal(
+    candidates: Sequence[Candidate], pools: Sequence[Pool], wish: ContextWish, remake: Remake | None = None
+) -> str:
+    """Numbers by device of the first candidate at its mildest, then each change that alone would make it fit."""
+    case = candidates[0].cases[-1]
     memory = case.memory(wish.tokens)
     where = "; ".join(told_shortfall(one, memory) for one in shortfalls(memory, pools))
-    ways = list(ways_to_fit(case, pools, wish, remake))
+    others = [mildest.cases[-1] for mildest in candidates[1:]]
+    ways = list(ways_to_fit(case, pools, wish, remake, others))
     advice = "; ".join(ways) if ways else "more or larger devices, or a smaller quantisation of the model"
     return f"{case.spec.name} with {wish.tokens} tokens of context does not fit: {where}. What would: {advice}"
 
@@ -190,10 +194,17 @@ def told_shortfall(short: Shortfall, memory: Sequence[RankMemory]) -> str:
 
 
 def ways_to_fit(
-    case: FitCase, pools: Sequence[Pool], wish: ContextWish, remake: Remake | None = None
+    case: FitCase,
+    pools: Sequence[Pool],
+    wish: ContextWish,
+    remake: Remake | None = None,
+    others: Sequence[FitCase] = (),
 ) -> Iterator[str]:
-    """Single changes after which the wished context fits, each as the flag that makes it."""
-    most = largest_context(case, pools, wish.tokens)
+    """Single changes after which the wished context fits, each as the flag that makes it.
+
+    `others`: cases that would be taken without being asked for.
+    """
+    most = max(largest_context(one, pools, wish.tokens) for one in (case, *others))
     if most:
         yield f"--context {most} or less"
     told = set()
