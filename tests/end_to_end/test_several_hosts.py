@@ -144,6 +144,33 @@ def test_workers_started_by_hand_serve_and_end_well(tiny: Path) -> None:
         assert [worker.wait(15) for worker, _ in workers] == [0, 0]
 
 
+@pytest.mark.slow
+def test_workers_started_by_hand_may_join_again_after_one_was_lost(tiny: Path) -> None:
+    asked = {"ids": [1, 2, 3], "max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    with ExitStack() as stack:
+        coordinator, told = stack.enter_context(process(external_words(tiny, "--restarts", "1")))
+
+        def start(address: str) -> list["subprocess.Popen[bytes]"]:
+            port = free_port()
+            words = worker_words(address)
+            return [stack.enter_context(process(words, place_of(rank, 2, port)))[0] for rank in range(2)]
+
+        address = gathering(told)
+        first = start(address)
+        with gearshift.Client(address_in(told), timeout_seconds=10) as client:
+            whole = client.generate(**asked).result()  # type: ignore[arg-type]
+            given = client.generate(**asked)  # type: ignore[arg-type]
+            first[1].kill()
+            told.until("the group is started again")
+            assert first[0].wait(15) == 3  # nobody is left to work for
+            second = start(address)
+            again = given.result()
+            assert (again.tokens, client.status().restarts) == (whole.tokens, 1)
+        coordinator.terminate()
+        assert coordinator.wait(15) == 143
+        assert [worker.wait(15) for worker in second] == [0, 0]
+
+
 def test_f41_f42_ranks_that_are_missing_came_twice_or_belong_elsewhere_are_named(tiny: Path) -> None:
     with ExitStack() as stack:
         coordinator, told = stack.enter_context(process(external_words(tiny, "--join-timeout", "6")))
