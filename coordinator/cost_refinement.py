@@ -191,11 +191,6 @@ class CostRefinement:
         """Observations so far."""
         return sum(fit.counted for fit in self._fits())
 
-    @property
-    def unusual(self) -> int:
-        """Of these, the ones unlike what was usual."""
-        return sum(fit.unusual for fit in self._fits())
-
     def _fits(self) -> list[FadingFit]:
         chunks = [*self._stages, self._tensor]
         return [one.fit for one in (*chunks, *self._steps.values()) if one is not None]
