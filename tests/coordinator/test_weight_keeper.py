@@ -115,6 +115,27 @@ def test_any_mix_of_requests_is_answered_and_each_moves_the_weights_twice_at_mos
     assert len(directions(moves)) <= 2 * len(requests) + 1
 
 
+@given(
+    st.integers(2, 3),
+    st.integers(0, 10**6),
+    st.lists(
+        st.tuples(st.integers(1, 90), st.integers(1, 9), st.sampled_from(Layout), st.sampled_from(Layout)),
+        min_size=1, max_size=4,
+    ),
+    st.dictionaries(st.integers(0, 3), st.integers(1, 2), min_size=1),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_shifts_that_arrive_damaged_are_mended_or_given_up_and_the_weights_come_back_for_them(
+    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], damaging: dict[int, int]
+) -> None:
+    run = new_migrating_run(ranks, seed=seed)
+    run.group._damaging.update(damaging)
+    for index, (length, count, prefill, decode) in enumerate(requests):
+        run.scheduler.submit(plan(index, asked(length, count, prefill, decode), ranks))
+    run.finish()
+    answers_are_right(run, [(length, count) for length, count, _, _ in requests])
+
+
 def test_requests_of_both_layouts_do_not_thrash_and_none_starves() -> None:
     """Long answers in the tensor layout keep coming; one prompt for the layer layout is read all the same."""
     run = new_migrating_run(2)

@@ -54,6 +54,7 @@ def run(driver: Driver, prefill: Layout, decode: Layout) -> GenerationResult:
     assert (result.prompt_tokens, len(result.tokens), result.error) == (150, ANSWER_TOKENS, None)
     assert result.finish_reason is FinishReason.LENGTH
     assert all(free == count for free, count in driver.kv_slots)
+    assert driver.settings.context_tokens == CONTEXT
     return result
 
 
