@@ -56,9 +56,9 @@ class CostMeter:
         return CostsMeasured(
             self._rank,
             kinds=tuple(self._kind(layers, command) for layers in kinds),
-            hops=tuple(self._hop(batch) for batch in batches),
-            tails=tuple(self._tail(batch) for batch in batches),
-            heads=tuple(watch.alone(partial(self._decoder.head, self._rows(batch))) for batch in batches),
+            hops=_each_once(batches, self._hop),
+            tails=_each_once(batches, self._tail),
+            heads=_each_once(batches, lambda batch: watch.alone(partial(self._decoder.head, self._rows(batch)))),
             device_steps=self._device_steps(command.steps),
             reduces=reduce_seconds(links, watch, command.reduce_bytes),
             transfers=transfer_seconds(links, watch, command.transfer_bytes),
@@ -182,6 +182,12 @@ class CostMeter:
 
     def _rows(self, rows: int) -> Tensor:
         return torch.randn(rows, self._spec.hidden, device=self._device)
+
+
+def _each_once(batches: Sequence[int], timed: Callable[[int], float]) -> tuple[float, ...]:
+    """In the order of `batches`, each size timed once: cached tokens make no difference here."""
+    seconds = {batch: timed(batch) for batch in dict.fromkeys(batches)}
+    return tuple(seconds[batch] for batch in batches)
 
 
 def layer_kinds(spec: ModelSpec, placement: Placement, device: torch.device) -> tuple[tuple[int, ...], ...]:
