@@ -12,9 +12,9 @@ from .flow_shop import Lists
 
 EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is the start
 THOROUGH_DESCENTS = 3
-MOST_ROUNDS = 8  # of a descent; each looks at all neighbours of a list at once
+MOST_ROUNDS, FEWER_ROUNDS = 8, 4  # of a descent; each looks at all neighbours of a list at once
 SHORT_LIST = 6  # chunks up to which a step from each chunk to each other one is looked at
-LONGEST_DESCENT = 32  # chunks; in longer lists a grid step is next to nothing
+LONGEST_DESCENT = 20  # chunks; in longer lists a grid step is next to nothing
 BENDS = np.array([0.6, 0.8, 0.9, 1.0, 1.11, 1.25, 1.6])  # exponents
 
 Found: TypeAlias = tuple[Chunks, float]  # with its makespan in seconds
@@ -66,7 +66,7 @@ def _stages_are_equal(task: Task) -> bool:
 
 def _descended(task: Task, chunks: Numbers, price: float) -> Found:
     """Steepest descent to a list that no neighbour beats, for some rounds at most."""
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MOST_ROUNDS if task.short else FEWER_ROUNDS):
         chunks = chunks[chunks > 0]
         if len(chunks) > LONGEST_DESCENT:
             break

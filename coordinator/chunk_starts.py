@@ -13,8 +13,8 @@ from .chunk_task import MAX_CHUNKS, Chunks, Task, evened, filled
 from .cost_model import ChunkCost
 from .flow_shop import Lists, Seconds
 
-FEW_CHUNKS = 6  # m* up to which more counts around it are tried
-LONGEST_RAMP = 30  # chunks
+FEW_CHUNKS, MANY_CHUNKS = 6, 24  # m* up to which more counts around it are tried, and from which fewer
+LONGEST_RAMP = 16  # chunks
 HUGE = 1e9  # a ratio that is no ramp at all
 NO_CUT = 1 << 20
 
@@ -93,6 +93,8 @@ def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
     least = ceil(max(task.tokens / task.max_chunk, *(_least_chunks(task, one) for one in task.costs)))
     most = max(least, min(ceil(task.tokens / task.minimum), MAX_CHUNKS))
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
+    if ideal > MANY_CHUNKS:
+        return sorted({min(max(round(ideal * factor), least, 1), most) for factor in factors[:2]})
     offsets = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
     near = {floor(min(ideal, most) * factor) + offset for factor in factors for offset in offsets}
     # Lengths on either side of the best one, as the grid has them: the counts between them bring nothing.
@@ -113,7 +115,7 @@ def ramps(task: Task) -> Lists:
     The slowest stage then begins sooner, and the stages after it end sooner; a ratio between chunks like that between
     the stages keeps the slowest one busy.
     """
-    counts = _counts(task, task.envelope, (0.4, 0.6, 1.0, 1.4))
+    counts = _counts(task, task.envelope, (1.0, 0.7, 0.4, 1.4))
     size = max(1, task.tokens // counts[len(counts) // 2])
     seconds = [one.seconds(task.cached + task.tokens // 2, size) for one in task.costs]
     slowest = seconds.index(max(seconds))
@@ -122,8 +124,12 @@ def ramps(task: Task) -> Lists:
     shapes = np.array(list(product(counts, rising, falling, (2.5, HUGE))))
     count, up, down, top = shapes.T[:, :, None]
     chunk = np.arange(max(counts))[None, :]
-    behind = count - 1 - chunk
-    rise, fall = up ** np.minimum(chunk, LONGEST_RAMP), down ** np.clip(behind, 0, LONGEST_RAMP)
+    behind = (count - 1 - chunk).astype(np.int64)
+    steps, row = np.arange(LONGEST_RAMP + 1)[None, :], np.arange(len(shapes))[:, None]
+    rise, fall = (
+        (up**steps)[row, np.minimum(chunk, LONGEST_RAMP)],
+        (down**steps)[row, np.clip(behind, 0, LONGEST_RAMP)],
+    )
     weights = np.minimum(np.minimum(rise, fall), top) * (behind >= 0)
     return _on_grid(task, task.costs[slowest], weights, behind)
 
@@ -135,7 +141,7 @@ def _ratios(slowest: float, others: Sequence[float]) -> list[float]:
     return sorted({max(1.05, ratio**0.5), max(1.1, ratio), max(1.2, ratio**2), HUGE})
 
 
-def _on_grid(task: Task, cost: ChunkCost, weights: Seconds, behind: npt.NDArray[np.float64]) -> Lists:
+def _on_grid(task: Task, cost: ChunkCost, weights: Seconds, behind: Numbers) -> Lists:
     """Chunks whose times on a stage are as the weights, at whole grid steps; `behind`: chunks that follow each.
 
     Where a weight is too fine for the grid or too long for the buffers, the chunks after it take the difference.

@@ -13,7 +13,7 @@ from .flow_shop import Lists, Seconds, makespans_of_lists
 SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
 MOST_DOUBLINGS = 20  # until a time is found that suffices
-BISECTIONS = 7
+BISECTIONS = 5  # of the time of one grid step
 
 Chunks: TypeAlias = tuple[int, ...]
 
@@ -86,18 +86,23 @@ def longest_within(cost: ChunkCost, cached: float, seconds: float) -> float:
 
 def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = MAX_CHUNKS) -> Chunks | None:
     """Chunks that each take all of `seconds` that the grid allows; None where that breaks a rule or needs too many."""
+    first, *others = costs
+    grid, minimum, largest, max_chunk = task.grid, task.minimum, task.largest, task.max_chunk
     chunks: list[int] = []
-    left = task.tokens
+    left, done = task.tokens, task.cached
     while len(chunks) < most:
-        done = task.cached + task.tokens - left
-        fits = min(longest_within(cost, done, seconds) for cost in costs)
-        if left <= min(fits, task.max_chunk):
-            return (*chunks, left)
-        size = int(min(fits, task.largest) / task.grid + 1e-9) * task.grid
-        if size < task.minimum or size >= left:
+        fits = longest_within(first, done, seconds)
+        for cost in others:
+            fits = min(fits, longest_within(cost, done, seconds))
+        if left <= fits and left <= max_chunk:
+            chunks.append(left)
+            return tuple(chunks)
+        size = largest if fits >= largest else int(fits / grid + 1e-9) * grid
+        if size < minimum or size >= left:
             return None
         chunks.append(size)
         left -= size
+        done += size
     return None
 
 
