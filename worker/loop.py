@@ -73,7 +73,8 @@ from .weights.files_here import files_here
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
-from .weights.part_store import DenseStore
+from .weights.part_store import DenseStore, PartStore
+from .weights.plane_store import PlaneStore
 
 POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
 PROGRESS_SECONDS = 0.2  # between two load reports
@@ -224,6 +225,8 @@ class LoadedModel:
 
     def _run_tick(self, tick: RunTick) -> TickFinished:
         self.faults.tick_begins(tick.sequence)
+        for layout in _layouts(tick):
+            self.moving.check(layout)
         output = TickOutput(spans=[] if tick.spans else None)
         started = time.monotonic()
         moves = self.shifter.start_moves(tick.moves)
@@ -254,6 +257,16 @@ class LoadedModel:
         if tick.tensor_chunk is not None:
             hidden_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
             self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
+
+
+def _layouts(tick: RunTick) -> set[Layout]:
+    """In which layouts the tick has work."""
+    layouts = {batch.layout for batch in tick.decode}
+    if any(tick.chunk_of_stage):
+        layouts.add(Layout.LAYER)
+    if tick.tensor_chunk is not None:
+        layouts.add(Layout.TENSOR)
+    return layouts
 
 
 def _note_moves(
@@ -291,6 +304,11 @@ def load_model(
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
     loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
     weights = loader.load()
+    ways = {to: migration(spec, placement, to, holding) for to in Layout}
+    store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
+    if loader.quantised is not None and placement.migrating:
+        make = loader.quantised.of_pieces
+        store = PlaneStore(spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device)
     # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
@@ -313,8 +331,6 @@ def load_model(
     else:
         decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
     sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
-    ways = {to: migration(spec, placement, to, holding) for to in Layout}
-    store = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
     channel.send(
         ModelLoaded(
             rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],

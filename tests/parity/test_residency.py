@@ -32,9 +32,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("name", "workers", "whole"),
     [
         ("llama", 2, {0, 4}),
-        ("llama", 3, {1, 2, 5}),
-        ("llama", 3, {0, 1, 2, 3, 4, 5}),
-        ("gemma3", 2, {3}),
+        pytest.param("llama", 3, {1, 2, 5}, marks=pytest.mark.slow),
+        pytest.param("llama", 3, {0, 1, 2, 3, 4, 5}, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, {3}, marks=pytest.mark.slow),
         ("qwen2", 3, {0, 1}),
     ],
 )
@@ -48,7 +48,7 @@ def test_layers_that_stay_whole_on_their_owner_give_the_same_logits(
     assert all(rank.planned_bytes == rank.peak_bytes for rank in driver.memory())
 
 
-@pytest.mark.parametrize("whole", [{0, 1, 2}, {0, 2, 3, 5}, {0, 1, 2, 3, 4, 5}], ids=str)
+@pytest.mark.parametrize("whole", [{0, 2, 3, 5}, {0, 1, 2, 3, 4, 5}], ids=str)
 def test_keys_and_values_of_whole_layers_never_move(
     groups: RunningGroups, models: dict[str, Path], whole: set[int]
 ) -> None:
@@ -74,10 +74,10 @@ def test_keys_and_values_of_whole_layers_never_move(
     ("name", "workers", "migrating", "whole"),
     [
         ("llama", 2, {0, 1, 2, 3, 4, 5}, set()),
-        ("llama", 2, {1, 3, 4}, {0}),
+        pytest.param("llama", 2, {1, 3, 4}, {0}, marks=pytest.mark.slow),
         ("llama", 3, {0, 2, 5}, {1}),
-        ("gemma3", 2, {0, 4}, {1}),
-        ("qwen2", 3, {0, 1, 2, 3}, set()),
+        pytest.param("gemma3", 2, {0, 4}, {1}, marks=pytest.mark.slow),
+        pytest.param("qwen2", 3, {0, 1, 2, 3}, set(), marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_migrate_give_the_same_logits_and_move_the_bytes_planned(

@@ -57,6 +57,11 @@ class WeightLoader:
         self._note = _nobody  # what is read from now on is no part of the load
         return weights
 
+    @property
+    def quantised(self) -> "DeviceLoader | None":
+        """What keeps matrices in the file's quantisation; None where they are dense."""
+        return self._device_loader
+
     def embedding(self) -> "EmbeddingTable":
         """token_embd for a GPU's kernels; only where matrices are kept quantised."""
         assert self._device_loader is not None

@@ -28,6 +28,12 @@ class MovingParts:
         self._placement, self._rank, self._store, self._links = placement, rank, store, links
         self._ways, self._free_bytes = ways, free_bytes
         self._at = dict.fromkeys(placement.migrating, Layout.LAYER)
+        self._away = self._find_away()
+
+    def check(self, layout: Layout) -> None:
+        """Work of a layout is about to run. Raises `ProtocolError` where weights that it needs are away."""
+        if self._away[layout]:
+            raise ProtocolError(f"work in the {layout} layout came while weights lie where the other layout needs them")
 
     def prepare(self, command: PrepareMigration) -> MigrationPrepared:
         """Whether there is room for what is held on the way. Nothing moves yet."""
@@ -48,6 +54,7 @@ class MovingParts:
         received = self._exchange(moves) if command.source is WeightSource.PEER else self._read(moves)
         self._store.settle()
         self._at.update(dict.fromkeys(command.layers, command.to))
+        self._away = self._find_away()
         return WeightsMigrated(self._rank, command.to, command.layers, time.monotonic() - started, received)
 
     def _exchange(self, moves: Sequence[PartTransfer]) -> int:
@@ -73,6 +80,10 @@ class MovingParts:
         for move in self._mine(moves):
             self._store.drop(move.layer, move.part)
         return sum(self._store.read(move.layer, move.part) for move in moves if move.target == self._rank)
+
+    def _find_away(self) -> dict[Layout, bool]:
+        """Whether some layers lie elsewhere than a layout needs them."""
+        return {layout: any(place is not layout for place in self._at.values()) for layout in Layout}
 
     def _mine(self, moves: Sequence[PartTransfer]) -> list[PartTransfer]:
         return [move for move in moves if move.source == self._rank]

@@ -76,8 +76,9 @@ class DenseStore:
         return self._staging(layer, part)
 
     def put(self, layer: int, part: int, data: Tensor) -> None:
-        first = self._bias_rows(layer, part) * VECTOR_ELEMENT_BYTES
-        bias = data[:first].view(torch.float32).clone() if self._has_bias(layer) else None
+        rows = bias_rows(self._spec, self._placement, layer, part)
+        first = (rows or 0) * VECTOR_ELEMENT_BYTES
+        bias = None if rows is None else data[:first].view(torch.float32).clone()
         matrices: dict[str, AnyMatrix] = {}
         for field, (height, width) in self._shapes(layer, part).items():
             end = first + height * width * self._dtype.itemsize
@@ -99,7 +100,8 @@ class DenseStore:
 
     def byte_count(self, layer: int, part: int) -> int:
         elements = sum(height * width for height, width in self._shapes(layer, part).values())
-        return elements * self._dtype.itemsize + self._bias_rows(layer, part) * VECTOR_ELEMENT_BYTES
+        rows = bias_rows(self._spec, self._placement, layer, part) or 0
+        return elements * self._dtype.itemsize + rows * VECTOR_ELEMENT_BYTES
 
     def _staging(self, layer: int, part: int) -> Tensor:
         return self._ledger.allocate(STAGING, (self.byte_count(layer, part),), torch.uint8, self._device)
@@ -107,22 +109,26 @@ class DenseStore:
     def _shapes(self, layer: int, part: int) -> dict[str, tuple[int, int]]:
         return {field: dense_shape(cuts) for field, cuts in self._loader.cuts(layer, part).items()}
 
-    def _has_bias(self, layer: int) -> bool:
-        return self._spec.layer_tensor(layer, "attn_q.bias") is not None
-
-    def _bias_rows(self, layer: int, part: int) -> int:
-        if not self._has_bias(layer):
-            return 0
-        return sum(len(layer_slice(self._spec, self._placement, layer, f"{name}.bias", part).rows) for name in QKV)
-
     def _part(self, layer: int, part: int) -> PartWeights:
         return next(found for found in self._weights.layers[layer].parts if found.part == part)
 
     def _set(self, layer: int, part: PartWeights) -> None:
-        before = self._weights.layers[layer]
-        parts = tuple(part if other.part == part.part else other for other in before.parts)
-        own = part if before.own.part == part.part else before.own
-        self._weights.layers[layer] = replace(before, parts=parts, own=own)
+        set_part(self._weights, layer, part)
+
+
+def set_part(weights: Weights, layer: int, part: PartWeights) -> None:
+    """Replace a part of a layer by another state of it."""
+    before = weights.layers[layer]
+    parts = tuple(part if other.part == part.part else other for other in before.parts)
+    own = part if before.own.part == part.part else before.own
+    weights.layers[layer] = replace(before, parts=parts, own=own)
+
+
+def bias_rows(spec: ModelSpec, placement: Placement, layer: int, part: int) -> int | None:
+    """Values of a part's bias for query, key and value together; None where the layer has none."""
+    if spec.layer_tensor(layer, "attn_q.bias") is None:
+        return None
+    return sum(len(layer_slice(spec, placement, layer, f"{name}.bias", part).rows) for name in QKV)
 
 
 def dense_shape(cuts: list[Cut]) -> tuple[int, int]:
