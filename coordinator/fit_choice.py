@@ -3,14 +3,16 @@
 What the user asked for is kept or refused, never changed. What was left to the program takes what fits, and is told.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 
 from ..proto.errors import DoesNotFitError
 from ..proto.ids import KvType, Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.placement.memory import Holding
+from ..proto.placement.plan import Placement
 from .device_memory import rank_budgets, told_bytes
 from .fit_residency import with_residency
 from .memory_fit import OTHER_BYTES, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
@@ -62,24 +64,54 @@ class Fit:
 
 
 def candidates(
-    case: FitCase, pools: Sequence[Pool], wish: ContextWish, remake: Remake, chunks: tuple[int, ...] = ()
-) -> tuple[Candidate, ...]:
+    case: FitCase,
+    pools: Sequence[Pool],
+    wish: ContextWish,
+    remake: Remake,
+    chunks: tuple[int, ...] = (),
+    shares_open: bool = False,
+) -> Iterator[Candidate]:
     """The case as asked for, then with layers that migrate or stay whole, then with fewer layouts where they are open.
 
-    Without a shift a request keeps its layout: no rank holds keys and values of both. With the layer layout alone
+    Where the user named no shares (`shares_open`), each also with shares like the room on the devices.
+    """
+    placements = [(case, remake, "")]
+    shares = shares_by_room(case, pools, wish.tokens)
+    if shares_open and len(set(shares)) > 1 and any(shares):
+        shared = partial(_with_shares, remake, shares)
+        told = f"shares {','.join(f'{share:g}' for share in shares)}, as the room on the devices"
+        placements.append((replace(case, placement=shared()), shared, told))
+    for one, place_again, note in placements:
+        first = Candidate(one, chunks=chunks, note=note)
+        yield first
+        if (resident := _resident(first, pools, wish, place_again)) is not None:
+            yield resident
+    for one, place_again, note in placements:
+        yield from _fewer_layouts(one, place_again, chunks, note)
+
+
+def _with_shares(
+    remake: Remake,
+    shares: tuple[float, ...],
+    *,
+    whole_layers: frozenset[int] = frozenset(),
+    migrating_layers: frozenset[int] = frozenset(),
+    **_: object,
+) -> Placement:
+    return remake(shares=shares, whole_layers=whole_layers, migrating_layers=migrating_layers)
+
+
+def _fewer_layouts(case: FitCase, remake: Remake, chunks: tuple[int, ...], note: str) -> Iterator[Candidate]:
+    """Without a shift a request keeps its layout: no rank holds keys and values of both. With the layer layout alone
     every layer stays whole on its owner, which holds it once.
     """
-    found = [Candidate(case, chunks=chunks)]
-    if (resident := _resident(found[0], pools, wish, remake)) is not None:
-        found.append(resident)
     staying = tuple(journey for journey in case.journeys if journey[0] is journey[1])
     if len(staying) > 1:
         lost = "no request is shifted between layouts: what that takes does not fit"
-        found.append(Candidate(replace(case, journeys=staying), lost, chunks))
+        yield Candidate(replace(case, journeys=staying), lost, chunks, note)
     if LAYER_ONLY[0] in case.journeys and case.placement.ranks > 1:
         lost = "only the layer layout is used: what the tensor layout takes beside it does not fit"
-        found.append(Candidate(layer_only(case, remake), lost if len(case.journeys) > 1 else "", chunks))
-    return tuple(found)
+        yield Candidate(layer_only(case, remake), lost if len(case.journeys) > 1 else "", chunks, note)
 
 
 def _resident(first: Candidate, pools: Sequence[Pool], wish: ContextWish, remake: Remake) -> Candidate | None:
@@ -92,7 +124,8 @@ def _resident(first: Candidate, pools: Sequence[Pool], wish: ContextWish, remake
             found = with_residency(case, pools, tokens, remake)
             # With every layer whole the tensor layout would be one in name alone.
             if found is not None and len(found[1].whole) < len(case.spec.layers):
-                return Candidate(found[0], note=f"weights: {found[1].told(len(case.spec.layers))}")
+                told = f"weights: {found[1].told(len(case.spec.layers))}"
+                return Candidate(found[0], note=f"{first.note}; {told}" if first.note else told)
     return None
 
 
@@ -103,7 +136,7 @@ def layer_only(case: FitCase, remake: Remake) -> FitCase:
 
 
 def choose_fit(
-    candidates: Sequence[Candidate], pools: Sequence[Pool], wish: ContextWish, remake: Remake | None = None
+    candidates: Iterable[Candidate], pools: Sequence[Pool], wish: ContextWish, remake: Remake | None = None
 ) -> Fit:
     """The first candidate in which the wished context fits; else the largest context that the first one allows.
 
@@ -119,7 +152,7 @@ def choose_fit(
     for candidate, case, context in best:
         if context >= wish.needed and not wish.asked:
             return _fit(candidate, case, context, pools, wish)
-    raise DoesNotFitError(refusal(candidates, pools, wish, remake))
+    raise DoesNotFitError(refusal([candidate for candidate, _, _ in best], pools, wish, remake))
 
 
 def _best_case(candidate: Candidate, pools: Sequence[Pool], wish: ContextWish) -> tuple[FitCase, int]:
@@ -208,14 +241,16 @@ def ways_to_fit(
     if most:
         yield f"--context {most} or less"
     told = set()
-    for flag, changed in _changes(case, pools, remake):
+    for flag, changed in _changes(case, pools, wish, remake):
         name = flag if flag.startswith("--residency") else flag.split()[0]
         if name not in told and not shortfalls(changed.memory(wish.tokens), pools):
             told.add(name)  # the mildest change of a kind is enough
             yield flag
 
 
-def _changes(case: FitCase, pools: Sequence[Pool], remake: Remake | None) -> Iterator[tuple[str, FitCase]]:
+def _changes(
+    case: FitCase, pools: Sequence[Pool], wish: ContextWish, remake: Remake | None
+) -> Iterator[tuple[str, FitCase]]:
     for requests in range(case.parallel_requests - 1, 0, -1):
         yield f"--parallel {requests}", replace(case, parallel_requests=requests)
     for kv_type in (KvType.F16, KvType.Q8_0):
@@ -229,7 +264,7 @@ def _changes(case: FitCase, pools: Sequence[Pool], remake: Remake | None) -> Ite
     if case.holding is Holding.F32:
         yield "--compute-type bf16", replace(case, holding=Holding.BF16)
     if remake is not None and case.placement.ranks > 1:
-        shares = _whole_shares(rank_budgets(pools, case.placement.ranks))
+        shares = shares_by_room(case, pools, wish.tokens)
         told = ",".join(f"{share:g}" for share in shares)
         if any(shares):
             yield f"--layer-share {told} --tensor-share {told}", replace(case, placement=remake(shares=shares))
@@ -253,11 +288,13 @@ def _is_smaller(case: FitCase, other: KvFormat) -> bool:
         return False
 
 
-def _whole_shares(budgets: Sequence[int]) -> tuple[float, ...]:
-    """Shares like the budgets, in the smallest whole numbers of about a percent."""
-    total = sum(budgets)
+def shares_by_room(case: FitCase, pools: Sequence[Pool], context_tokens: int) -> tuple[float, ...]:
+    """Shares like what the devices have for weights and KV, in the smallest whole numbers of about a percent."""
+    budgets, memory = rank_budgets(pools, case.placement.ranks), case.memory(context_tokens)
+    room = [max(0, budget - one.other_bytes) for budget, one in zip(budgets, memory, strict=True)]
+    total = sum(room)
     if not total:
-        return (0.0,) * len(budgets)
-    percent = [round(SHARE_PERCENT * budget / total) for budget in budgets]
+        return (0.0,) * len(room)
+    percent = [round(SHARE_PERCENT * held / total) for held in room]
     divisor = gcd(*percent) or 1
     return tuple(float(one // divisor) for one in percent)

@@ -5,11 +5,12 @@ from collections.abc import Collection, Sequence
 from ..coordinator.device_memory import DeviceMemory, pools, told_bytes
 from ..coordinator.fit_choice import ContextWish, ways_to_fit, with_usual_chunk
 from ..coordinator.memory_fit import FitCase, Pool, largest_context
+from ..proto.errors import DoesNotFitError
 from ..proto.ids import ComputeType
 from ..proto.model import ModelSpec
 from ..proto.probe import ProbedDevice
 from .diagnosis import Check, Verdict
-from .fitting import GroupPlan, memory_wish
+from .fitting import GroupPlan, fit_type, memory_wish, names_no_shares
 from .options import Device, GroupSettings, LayoutSettings
 
 NAME = "model"
@@ -18,6 +19,7 @@ CPU_PROCESS_BYTES = 160 << 20
 # A card: the driver's context, the libraries' code and the communicators. Not known before a worker runs.
 CUDA_PROCESS_BYTES = 320 << 20
 USUAL_CONTEXT_TOKENS = 4096
+LEAST_CONTEXT_TOKENS = 512
 
 
 def fit_check(
@@ -33,17 +35,19 @@ def fit_check(
 
     `displays`: uuids of the cards that drive one.
     """
-    wanted = context_tokens or min(USUAL_CONTEXT_TOKENS, spec.trained_context)
-    plan = GroupPlan(spec, settings, layouts)
+    usual = min(USUAL_CONTEXT_TOKENS, spec.trained_context)
+    least = min(usual, LEAST_CONTEXT_TOKENS)
+    wish = ContextWish(context_tokens or usual, asked=context_tokens is not None, needed=least)
+    plan = GroupPlan(spec, settings, layouts, shares_open=names_no_shares(settings))
     on_cards = settings.device is not Device.CPU and len(devices) >= settings.workers
     if settings.device is Device.CUDA and not on_cards:
         found = f"{settings.workers} workers, {len(devices)} CUDA devices"
         return Check(NAME, Verdict.PROBLEM, found, "fewer --workers, or --device cpu")
     if on_cards:
         cards = [_card(device, displays) for device in devices[: settings.workers]]
-        return _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wanted)
+        return _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wish)
     host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
-    return _check_cpu(plan, [host] * settings.workers, wanted)
+    return _check_cpu(plan, [host] * settings.workers, wish)
 
 
 def _card(device: ProbedDevice, displays: Collection[str]) -> DeviceMemory:
@@ -52,21 +56,22 @@ def _card(device: ProbedDevice, displays: Collection[str]) -> DeviceMemory:
     )
 
 
-def _check_cpu(plan: GroupPlan, host: Sequence[DeviceMemory], wanted: int) -> Check:
+def _check_cpu(plan: GroupPlan, host: Sequence[DeviceMemory], wish: ContextWish) -> Check:
     """Of the compute types that may be chosen the largest must fit; else the smaller one is taken."""
     asked = plan.settings.compute_type
     if asked is not None:
-        return _check(plan, "cpu", asked, host, wanted)
-    first, last = (_check(plan, "cpu", kind, host, wanted) for kind in (ComputeType.F32, ComputeType.BF16))
-    if first.verdict is Verdict.PROBLEM and last.verdict is Verdict.OK:
+        return _check(plan, "cpu", asked, host, wish)
+    first, last = (_check(plan, "cpu", kind, host, wish) for kind in (ComputeType.F32, ComputeType.BF16))
+    if first.verdict is not Verdict.OK and last.verdict is Verdict.OK:
         return Check(NAME, Verdict.NOTE, f"{first.found}; {last.found}", "it is run in bf16")
     return first
 
 
 def _check(
-    plan: GroupPlan, device_kind: str, compute_type: ComputeType, devices: Sequence[DeviceMemory], wanted: int
+    plan: GroupPlan, device_kind: str, compute_type: ComputeType, devices: Sequence[DeviceMemory], wish: ContextWish
 ) -> Check:
-    spec, settings = plan.spec, plan.settings
+    """OK as asked for; a note where something gives way; a problem where nothing fits."""
+    spec, settings, wanted = plan.spec, plan.settings, wish.tokens
     case = plan.case(plan.placement(), device_kind, compute_type)
     if not case.max_chunk_tokens:
         case = with_usual_chunk(case, wanted, [one.base_bytes for one in devices])
@@ -77,9 +82,14 @@ def _check(
     told = _told(case, found, wanted, how, most)
     if fits:
         return Check(NAME, Verdict.OK, f"{spec.name} fits {told}")
-    ways = list(ways_to_fit(case, found, ContextWish(wanted, asked=True), plan.placement))
-    advice = "; or ".join(ways) if ways else "more --workers on other cards, or a smaller quantisation"
-    return Check(NAME, Verdict.PROBLEM, f"{spec.name} does not fit {told}", advice)
+    try:
+        fit = fit_type(plan, plan.placement(), devices, device_kind, wish, found, compute_type)
+    except DoesNotFitError:
+        ways = list(ways_to_fit(case, found, wish, plan.placement))
+        advice = "; or ".join(ways) if ways else "more --workers on other cards, or a smaller quantisation"
+        return Check(NAME, Verdict.PROBLEM, f"{spec.name} does not fit {told}", advice)
+    given = "; ".join((*fit.warnings, *fit.notes))
+    return Check(NAME, Verdict.NOTE, f"{spec.name} does not fit as it is {told}", f"it runs so: {given}")
 
 
 def _told(case: FitCase, found: Sequence[Pool], wanted: int, how: str, most: int) -> str:

@@ -34,6 +34,7 @@ class GroupPlan:
     settings: GroupSettings
     layouts: LayoutSettings
     parallel_requests: int = 1
+    shares_open: bool = False  # the user named none: those in the settings may be changed where they do not fit
 
     def placement(
         self,
@@ -75,6 +76,11 @@ class GroupPlan:
         )
 
 
+def names_no_shares(settings: GroupSettings) -> bool:
+    """Whether it is left to the program how much of the model each worker has."""
+    return settings.layer_split is None and settings.layer_shares is None and settings.tensor_shares is None
+
+
 def memory_wish(settings: GroupSettings) -> MemoryWish:
     return MemoryWish(settings.reserve_bytes, settings.memory_limits)
 
@@ -87,7 +93,7 @@ def fit_group(
     Where the compute type is the workers' to choose it must fit in the larger one; else the smaller is taken.
     """
     found = pools(devices, memory_wish(plan.settings))
-    try_type = partial(_fit_type, plan, placement, devices, device_kind, wish, found)
+    try_type = partial(fit_type, plan, placement, devices, device_kind, wish, found)
     asked = plan.settings.compute_type
     if asked is not None or device_kind == "cuda":
         return GroupFit(try_type(asked or ComputeType.BF16), asked)
@@ -102,7 +108,7 @@ def fit_group(
     return GroupFit(_smaller(half), ComputeType.BF16) if gained else GroupFit(full, ComputeType.F32)
 
 
-def _fit_type(
+def fit_type(
     plan: GroupPlan,
     placement: Placement,
     devices: Sequence[DeviceMemory],
@@ -111,14 +117,15 @@ def _fit_type(
     found: Sequence[Pool],
     compute_type: ComputeType,
 ) -> Fit:
+    """What is to be loaded in one compute type, `found` being the devices' room. Raises `DoesNotFitError`."""
     case = plan.case(placement, device_kind, compute_type)
     chunks: tuple[int, ...] = ()
     if not case.max_chunk_tokens:
         case = with_usual_chunk(case, wish.tokens, [one.base_bytes for one in devices])
         chunks = SHORT_CHUNKS
-    ways = candidates(case, found, wish, plan.placement, chunks)
+    ways = candidates(case, found, wish, plan.placement, chunks, plan.shares_open)
     if plan.settings.residency is not None:
-        ways = tuple(way for way in ways if way.case.placement == placement)
+        ways = (way for way in ways if way.case.placement == placement)
     return choose_fit(ways, found, wish, plan.placement)
 
 

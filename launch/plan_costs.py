@@ -20,7 +20,7 @@ from ..proto.ids import ComputeType
 from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from .cost_cache import placement_digest, speed_variables
-from .fitting import GroupPlan
+from .fitting import GroupPlan, names_no_shares
 from .models import open_files
 from .options import Device, GroupSettings, LayoutSettings
 from .plan_fit import CPU, PlannedMemory, plan_memory
@@ -75,7 +75,7 @@ def costs_of_model(
     """
     files = open_files(model)
     wish = wish_context(context_tokens, *tokens, build_spec(files).trained_context)
-    plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts)
+    plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts, shares_open=names_no_shares(settings))
     check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:
         file = read_cost_file(costs_file)

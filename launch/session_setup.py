@@ -24,7 +24,7 @@ from ..proto.placement.plan import Placement
 from ..proto.reports import MemoryReported
 from .console import load_progress, note, warn
 from .cost_cache import settle_costs
-from .fitting import GroupPlan, fit_group
+from .fitting import GroupPlan, fit_group, names_no_shares
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
@@ -114,7 +114,7 @@ def open_session(
     """
     wish = ContextWish(context, asked=True) if isinstance(context, int) else context
     spec = build_spec(opened.files, wish.tokens)
-    plan = GroupPlan(spec, settings, layouts, parallel_requests)
+    plan = GroupPlan(spec, settings, layouts, parallel_requests, names_no_shares(settings))
     placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()

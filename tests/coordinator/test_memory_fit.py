@@ -247,7 +247,20 @@ def test_uneven_room_is_answered_by_shares() -> None:
     equal = CASE.memory(1024)
     room = (pool_of(0, round(equal[0].peak_bytes * 1.35)), pool_of(1, round(equal[1].peak_bytes * 0.85)))
     found = list(ways_to_fit(CASE, room, ContextWish(1024, asked=True), remake))
-    assert any(one.startswith("--layer-share 61,39 --tensor-share 61,39") for one in found), found
+    assert any(one.startswith("--layer-share ") and " --tensor-share " in one for one in found), found
+
+
+def test_shares_that_nobody_named_become_like_the_room_where_equal_ones_do_not_fit() -> None:
+    by_room = remake(shares=(85.0, 15.0))
+    room = replace(CASE, placement=by_room).memory(4096)
+    budgets = tuple(pool_of(rank, round(1.05 * one.peak_bytes)) for rank, one in enumerate(room))
+    wish = ContextWish(4096, asked=True)
+    fit = choose_fit(candidates(CASE, budgets, wish, remake, shares_open=True), budgets, wish, remake)
+    assert "as the room on the devices" in fit.notes[0]
+    assert len(fit.case.journeys) == 4
+    assert len(fit.case.placement.stages[0]) > len(fit.case.placement.stages[1])
+    with pytest.raises(DoesNotFitError):
+        choose_fit(candidates(CASE, budgets, wish, remake), budgets, wish, remake)
 
 
 def test_nothing_is_promised_where_nothing_helps() -> None:

@@ -252,12 +252,15 @@ def test_a_model_that_fits_only_in_bf16_or_with_less_context(
     assert "513 MiB of it weights, 180 MiB KV" in tight.found
     assert "largest context 4096 of 8192" in tight.found
     less = fits(needed[640], "--compute-type", "f32")
+    assert less.verdict == "note"
+    assert less.advice.startswith("it runs so: context: 640 tokens, the most that fits")
+    less = fits(needed[640], "--compute-type", "f32", "--context", "4096")
     assert less.verdict == "problem"
     assert less.advice.split("; or ")[0] == "--context 640 or less"
     assert "--compute-type bf16" in less.advice
     assert fits(needed[640]).advice == "it is run in bf16"
     assert fits(300 << 20).advice.startswith("more --workers")
-    limited = fits(needed[4096], "--memory-limit", "512M", "--compute-type", "f32")
+    limited = fits(needed[4096], "--memory-limit", "512M", "--compute-type", "f32", "--context", "4096")
     assert limited.verdict == "problem"
     assert "on rank 0 for 4096 tokens" in limited.found
     assert "(--memory-limit 512 MiB)" in limited.found
