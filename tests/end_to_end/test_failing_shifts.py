@@ -1,7 +1,10 @@
 """F27: shifts that fail, each by a fault on demand, in one running group: the answer is finished where it was begun."""
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -28,22 +31,29 @@ FAULTS = (
 )
 
 
+@contextmanager
+def faulty_group(folder: Path, faults: str, tick_timeout_seconds: float = 60.0) -> Iterator[Driver]:
+    """Two workers with faults, which are started again once."""
+    path = build_model(folder / "model.gguf", arch="llama", layers=4, heads=4, kv_heads=4, vocab=192)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    settings = DriverSettings(
+        CONTEXT, CONTEXT, compute_type=ComputeType.F32, tick_timeout_seconds=tick_timeout_seconds
+    )
+    start = partial(local_cluster, workers=2, device="cpu", threads_per_worker=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GEARSHIFT_FAULT", faults)
+        with RestartingGroup(start, most=1) as group:
+            driver = Driver(group, spec, place(spec, 2), settings)
+            driver.load()
+            driver.restart_by(group.regroup)
+            yield driver
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """Two workers whose shifts go wrong, each in its own way; then one is lost, and the group is started again."""
-    path = build_model(
-        tmp_path_factory.mktemp("faults") / "model.gguf", arch="llama", layers=4, heads=4, kv_heads=4, vocab=192
-    )
-    spec = build_spec(resolve_model(str(path)), CONTEXT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEARSHIFT_FAULT", FAULTS)
-        start = partial(local_cluster, workers=2, device="cpu", threads_per_worker=1)
-        with RestartingGroup(start, most=1) as group:
-            settings = DriverSettings(CONTEXT, CONTEXT, compute_type=ComputeType.F32, tick_timeout_seconds=60.0)
-            running = Driver(group, spec, place(spec, 2), settings)
-            running.load()
-            running.restart_by(group.regroup)
-            yield running
+    with faulty_group(tmp_path_factory.mktemp("faults"), FAULTS) as driver:
+        yield driver
 
 
 def run(driver: Driver, prefill: Layout, decode: Layout) -> GenerationResult:
@@ -104,3 +114,13 @@ def test_f27_a_shift_that_fails_loses_nothing_and_the_next_request_tries_again(d
     assert "SIGKILL" in (lost.warning or "")
     assert lost.shift is not None
     assert ids(lost) == ids(whole)
+
+
+@pytest.mark.slow
+def test_f27_a_rank_that_hangs_in_a_tick_is_lost_and_the_answer_goes_on(tmp_path: Path) -> None:
+    with faulty_group(tmp_path, "hang rank=0 tick=6", tick_timeout_seconds=8.0) as driver:
+        hung = run(driver, Layout.LAYER, Layout.TENSOR)
+        assert hung.restarts == 1
+        assert "no progress" in (hung.warning or "")
+        assert re.search(r"ranks? 0", hung.warning or "")  # its peers wait for it in a collective
+        assert ids(run(driver, Layout.LAYER, Layout.TENSOR)) == ids(hung)
