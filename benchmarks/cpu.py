@@ -18,10 +18,11 @@ import torch
 
 from gearshift.coordinator.chunk_plan import parse_chunk_rule
 from gearshift.coordinator.driver import Driver, DriverSettings, generate
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
 from gearshift.launch.local import local_cluster
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters

@@ -89,7 +89,7 @@ def main() -> None:
         )
         if options.workers > 1 and not options.chunk:
             begun = time.perf_counter()
-            costs = driver.measure_costs()
+            costs = driver.measure_costs().costs
             print(
                 json.dumps({"measure_s": round(time.perf_counter() - begun, 2), "costs": str(costs)[:600]}),
                 flush=True,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..proto.errors import DoesNotFitError
+from ..proto.generation_result import ShiftFailureKind
 from ..proto.kv import BundleTable, block_count
 from .kept import KeptSequences
 from .session import Session
@@ -39,9 +40,8 @@ class Admission:
         plan = session.plan
         if not _shifts(session) or (grant := self._grant(session, shifts=False)) is None:
             raise DoesNotFitError(f"{plan.cells} tokens need more KV slots than the workers have")
-        session.warning = (
-            f"no room for a shift to the {plan.decode} layout: the request stays in the {plan.prefill} layout"
-        )
+        session.layout, session.target_layout = plan.prefill, plan.decode
+        session.note_failure(ShiftFailureKind.NO_ROOM, "no room for its keys and values in both layouts")
         return grant
 
     def _grant(self, session: Session, *, shifts: bool) -> Grant | None:

@@ -5,18 +5,18 @@ t(L, x) = b + a x + q (2 L x + x²) the sum is m b + W wherever the m - 1 cuts f
 and m* = sqrt((S-1) W / b). The plain rule is the same with q = 0: C = sqrt(n (b/a) / (S-1)).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, sqrt
+from math import ceil, inf, sqrt
 from typing import TypeAlias
 
 from ..proto.errors import InputError
+from .chunk_search import best_chunks
+from .chunk_task import Task, filled, longest_within
 from .cost_model import ChunkCost
-from .flow_shop import makespan_of_chunks, search_cuts
+from .flow_shop import makespan_of_chunks
 
 DEFAULT_RATIO = 1024.0  # b/a in tokens where nothing was measured; public rigs lie between 290 and 1,024
-EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is taken as it is
-MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,21 @@ ChunkRule: TypeAlias = Auto | Sqrt | Fixed
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens. `grid` and `minimum` hold for the rules that choose; `max_chunk`, the buffers' size, for all."""
+    """Tokens. `grid` and `minimum` hold for the rules that choose; `max_chunk`, the buffers' size, for all.
+
+    `token_gap_seconds` bounds a tick for the rules that choose: while a prompt is read, whoever is being answered gets
+    one token a tick.
+    """
 
     grid: int
     minimum: int
     max_chunk: int
+    token_gap_seconds: float = inf
 
     @classmethod
-    def for_device(cls, device: str, max_chunk: int) -> "Limits":
-        return cls(32, 64, max_chunk) if device == "cpu" else cls(256, 512, max_chunk)
+    def for_device(cls, device: str, max_chunk: int, token_gap_seconds: float = inf) -> "Limits":
+        grid, minimum = (32, 64) if device == "cpu" else (256, 512)
+        return cls(grid, minimum, max_chunk, token_gap_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +99,12 @@ def plan_chunks(
     rule: ChunkRule,
     costs: Sequence[ChunkCost] | None,
     limits: Limits,
+    decode_seconds: float = 0.0,
 ) -> ChunkPlan:
     """Chunks for a prompt of `tokens` after `cached` ones. `costs` is one a stage, None if not measured.
 
-    One stage: one chunk, capped by the buffers. Each chunk is >= 1 and <= `limits.max_chunk`.
+    One stage: one chunk, capped by the buffers. Each chunk is >= 1 and <= `limits.max_chunk`. `decode_seconds`: of the
+    decode step that runs in each tick meanwhile, for requests that are being answered.
     """
     if tokens < 1 or cached < 0 or stages < 1 or limits.max_chunk < 1:
         raise ValueError(f"no chunks for {tokens} tokens after {cached} over {stages} stages within {limits}")
@@ -105,12 +113,22 @@ def plan_chunks(
     if isinstance(rule, Fixed):
         return ChunkPlan(_fixed(tokens, rule.sizes, limits.max_chunk), "chunks as asked for", plain)
     if plain is None:
-        return ChunkPlan(_repeat(tokens, limits.max_chunk), "one stage: the largest chunk the buffers take", None)
+        return _one_stage(tokens, cached, costs, limits, decode_seconds)
     if isinstance(rule, Auto) and costs:
-        return _auto(tokens, cached, costs, limits, plain)
+        return _auto(tokens, cached, costs, limits, decode_seconds, plain)
     missing = "costs not measured; " if isinstance(rule, Auto) else ""
     reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {plain} tokens over {stages} stages"
+    if costs and limits.token_gap_seconds < inf:
+        task = _task(tokens, cached, costs, limits, decode_seconds)
+        chunks = _repeat(tokens, min(plain, _within_bound(task)))
+        return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
     return ChunkPlan(_repeat(tokens, plain), reason, plain)
+
+
+def _within_bound(task: Task) -> int:
+    """Tokens of a chunk that keeps the latency bound wherever it lies; the last one lies deepest."""
+    fits = min(longest_within(cost, task.cached + task.tokens, task.longest_seconds) for cost in task.costs)
+    return max(int(fits) // task.grid * task.grid, task.grid) if fits < task.tokens else task.tokens
 
 
 def _measured_ratio(costs: Sequence[ChunkCost] | None) -> float:
@@ -150,38 +168,69 @@ def _fixed(tokens: int, sizes: Sequence[int], max_chunk: int) -> tuple[int, ...]
     return tuple(chunks) + _repeat(left, min(sizes[-1], max_chunk))
 
 
-def _auto(tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, plain: int) -> ChunkPlan:
-    """Closed form, rounded to the grid; then a local search on the exact flow shop."""
-    whole = [cost.seconds(cached, tokens) for cost in costs]
-    slowest = costs[whole.index(max(whole))]
-    effective_stages = sum(whole) / max(whole) if max(whole) > 0 else float(len(costs))
-    starts = {
-        _on_grid(tokens, cached, slowest, count, limits, rounding)
-        for count in _chunk_counts(tokens, cached, effective_stages, slowest, limits)
-        for rounding in (round, ceil)
-    }
-    # Equal stages are one stage seen S times: their makespan needs no flow shop.
-    equal = max(whole) <= EQUAL_STAGES * min(whole)
-    best = search_cuts(sorted(starts), cached, costs, limits.grid, limits.minimum, limits.max_chunk, equal)
-    predicted = makespan_of_chunks(best, cached, costs)
-    plain_seconds = makespan_of_chunks(_repeat(tokens, plain), cached, costs)
-    reason = (
-        f"least time over {len(costs)} stages: {len(best)} chunk{'s' if len(best) > 1 else ''}, "
-        f"{predicted:.3g} s predicted (plain rule: {plain} tokens, {plain_seconds:.3g} s)"
+def _auto(
+    tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, decode_seconds: float, plain: int
+) -> ChunkPlan:
+    """The best list that the search finds, and what the plain rule would have taken."""
+    task = _task(tokens, cached, costs, limits, decode_seconds)
+    chunks, seconds = best_chunks(task)
+    plain_list = _repeat(task.tokens, plain)
+    plain_seconds = makespan_of_chunks(plain_list, task.cached, task.costs, task.decode_seconds)
+    beside = (
+        f", {task.decode_seconds * 1e3:.3g} ms of answers in each tick" if task.decode_seconds > 0 else ""
     )
-    return ChunkPlan(best, reason, plain)
+    reason = (
+        f"least time over {len(task.costs)} stages{beside}: {_count(chunks)}, "
+        f"{seconds:.3g} s predicted (plain rule: {plain} tokens, {plain_seconds:.3g} s)"
+    )
+    return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
 
 
-def _chunk_counts(
-    tokens: int, cached: int, effective_stages: float, cost: ChunkCost, limits: Limits
-) -> tuple[int, ...]:
-    """Floor and ceil of m*, and their neighbours, within what minimum and buffers allow."""
-    work = cost.variable_seconds(cached, tokens)
-    least = ceil(tokens / limits.max_chunk)
-    most = max(least, min(ceil(tokens / min(limits.minimum, limits.max_chunk)), MAX_CHUNKS))
-    ideal = sqrt((effective_stages - 1) * work / cost.per_chunk) if cost.per_chunk > 0 else float(most)
-    near = (floor(ideal) + offset if ideal < most else most for offset in (-2, -1, 0, 1, 2))
-    return tuple(sorted({min(max(count, least, 1), most) for count in near}))
+def _one_stage(
+    tokens: int, cached: int, costs: Sequence[ChunkCost] | None, limits: Limits, decode_seconds: float
+) -> ChunkPlan:
+    """One chunk, capped by the buffers and the latency bound: every further chunk would cost its b again."""
+    if costs is not None and len(costs) == 1 and limits.token_gap_seconds < inf:
+        task = _task(tokens, cached, costs, limits, decode_seconds)
+        chunks = filled(task, costs, task.longest_seconds)
+        if chunks is not None:
+            return ChunkPlan(chunks, f"one stage: {_count(chunks)}" + _told_bound(task, limits), None)
+    return ChunkPlan(_repeat(tokens, limits.max_chunk), "one stage: the largest chunk the buffers take", None)
+
+
+def _task(
+    tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, decode_seconds: float
+) -> Task:
+    """What the search has to keep to.
+
+    A latency bound goes before the least chunk; a bound that not even one grid step keeps is kept as nearly as can be.
+    """
+    grid = min(limits.grid, limits.max_chunk)
+    minimum = min(_up_to_grid(limits.minimum, grid), limits.max_chunk // grid * grid)
+    longest = inf
+    if limits.token_gap_seconds < inf:
+        longest = limits.token_gap_seconds - decode_seconds
+        deep = max(0, cached + tokens - grid)
+        if max(cost.seconds(deep, minimum) for cost in costs) > longest:
+            minimum = grid
+        longest = max(longest, *(cost.seconds(deep, grid) for cost in costs))
+    return Task(tokens, cached, tuple(costs), grid, minimum, limits.max_chunk, decode_seconds, longest)
+
+
+def _told_bound(task: Task, limits: Limits) -> str:
+    if limits.token_gap_seconds == inf:
+        return ""
+    kept = task.longest_seconds + task.decode_seconds
+    missed = (
+        f" ({limits.token_gap_seconds * 1e3:.3g} ms cannot be kept)"
+        if kept > limits.token_gap_seconds
+        else ""
+    )
+    return f"; no tick above {kept * 1e3:.3g} ms{missed}"
+
+
+def _count(chunks: Sequence[int]) -> str:
+    return f"{len(chunks)} chunk{'s' if len(chunks) > 1 else ''}"
 
 
 def equal_time_cuts(tokens: int, cached: int, cost: ChunkCost, count: int) -> list[float]:
@@ -197,19 +246,3 @@ def equal_time_cuts(tokens: int, cached: int, cost: ChunkCost, count: int) -> li
     goals = [start + k * work / count for k in range(count + 1)]
     cuts = [2 * c / (a + sqrt(a * a + 4 * q * c)) if c > 0 else 0.0 for c in goals]
     return [float(cached), *cuts[1:-1], float(cached + tokens)]
-
-
-def _on_grid(
-    tokens: int, cached: int, cost: ChunkCost, count: int, limits: Limits, rounding: Callable[[float], int]
-) -> tuple[int, ...]:
-    """Equal-time cuts at whole grid steps from the prompt's start, every chunk within the limits."""
-    longest = limits.max_chunk // limits.grid * limits.grid or limits.max_chunk
-    chunks: list[int] = []
-    done = 0
-    for cut in equal_time_cuts(tokens, cached, cost, count)[1:]:
-        size = rounding((cut - cached - done) / limits.grid) * limits.grid
-        size = min(max(size, limits.minimum), longest, tokens - done)
-        if size > 0:
-            chunks.append(size)
-            done += size
-    return (*chunks, *_repeat(tokens - done, longest)) if done < tokens else tuple(chunks)

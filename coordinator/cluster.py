@@ -9,7 +9,7 @@ from typing import Protocol
 from .. import __version__
 from ..proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError, Pollable
 from ..proto.codec import PROTOCOL_VERSION
-from ..proto.commands import AnyCommand, OpenLinks, Shutdown, Welcome
+from ..proto.commands import AnyCommand, LinkOptions, OpenLinks, Shutdown, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerFailedError, WorkerLostError
 from ..proto.ids import Rank
 from ..proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
@@ -27,7 +27,8 @@ _SLICE_SECONDS = 0.25
 class Group(Protocol):
     """What the driver needs of the workers."""
 
-    ranks: int
+    @property
+    def ranks(self) -> int: ...
 
     def broadcast(self, command: AnyCommand) -> None: ...
 
@@ -67,6 +68,10 @@ class LaunchWatch(Protocol):
         """The earliest process end so far, or None. Never waits; the same failure may be given again."""
         ...
 
+    def stopped(self) -> tuple[tuple[Rank, int], ...]:
+        """(rank, pid) of workers that are stopped right now: they live and do nothing. Never waits."""
+        ...
+
 
 class Cluster:
     """The workers that joined. A `Group`; for one thread only.
@@ -84,8 +89,13 @@ class Cluster:
         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+        start: int = 0,
     ) -> None:
+        """`start`: how many groups this coordinator has had before."""
         self.ranks = ranks
+        self._link_options = link_options
+        self._start = start
         self._channel = channel
         self._watch = watch
         self._group = group
@@ -109,33 +119,30 @@ class Cluster:
         """The last tick this rank's heartbeat called finished; -1 before the first."""
         return self._progress.get(rank, -1)
 
-    def join(self, meanwhile: Callable[[], None] | None = None, beside: Sequence[Pollable] = ()) -> None:
+    def join(self) -> None:
         """Wait until every rank has said a good `Hello`, then let them meet each other.
 
         Raises `WorkerLostError` naming the absent ranks, and those that were refused. Where the ranks were started
-        together (there is a watch), one that lags far behind the first does not come. `meanwhile` is called again and
-        again, at once when `beside` has something.
+        together (there is a watch), one that lags far behind the first does not come.
         """
         started = self._clock()
         patience = self._join_timeout_seconds
         first_came = False
+        stopped = _Stopped()
         while len(self._hellos) < self.ranks:
             waited = self._clock() - started
             if waited >= patience:
                 raise self._fail(WorkerLostError(self._absence(patience)))
-            if meanwhile is None:
-                self._next(min(_SLICE_SECONDS, patience - waited))
-            else:
-                self.wait(min(_SLICE_SECONDS, patience - waited), beside)
-                meanwhile()
-                self._next(0.0)
+            self._next(min(_SLICE_SECONDS, patience - waited))
+            if self._watch is not None and (cause := stopped.look(self._watch.stopped(), self._clock())):
+                raise self._fail(WorkerLostError(cause))
             if self._hellos and not first_came and self._watch is not None:
                 first_came = True
                 took = self._clock() - started
                 patience = min(patience, took + max(STRAGGLER_SECONDS, took))
         self._refused.clear()
         hosts = tuple(hello.host_identity or hello.host for hello in self.hellos)
-        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts))
+        self.broadcast(OpenLinks(self._group or secrets.token_hex(16), hosts, self._start, self._link_options))
 
     def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None:
         """Until a worker has said something, or one of `beside` has something; at most `timeout_seconds`."""
@@ -314,6 +321,26 @@ class Cluster:
     def _raise_known_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _Stopped:
+    """Workers that were stopped before they joined: they have no heartbeat yet that could be missed."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}  # by pid
+        self._looked_at = 0.0
+
+    def look(self, stopped: Sequence[tuple[Rank, int]], now: float) -> str:
+        """What has happened, once a worker has been stopped for as long as one may lag behind."""
+        if now - self._looked_at > _ATTENTION_SECONDS:
+            self._since.clear()  # we were stopped ourselves, perhaps with it
+        self._looked_at = now
+        self._since = {pid: self._since.get(pid, now) for _, pid in stopped}
+        for rank, pid in stopped:
+            if now - self._since[pid] >= STRAGGLER_SECONDS:
+                who = f"the worker of rank {rank} (pid {pid})"
+                return f"{who} was stopped and has not gone on for {STRAGGLER_SECONDS:g} s"
+        return ""
 
 
 def _lost_error(failure: LaunchFailure) -> WorkerLostError:

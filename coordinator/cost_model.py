@@ -2,17 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from ..proto.ids import Layout
-
-# (cached tokens L, chunk tokens x): three points for the three unknowns. Few and short: they are timed on every start.
-CPU_POINTS = ((0, 64), (0, 256), (512, 64))
-CUDA_POINTS = ((0, 512), (0, 2048), (8192, 512))
-DECODE_DEPTH = 256  # cached tokens of the decode step that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +29,95 @@ class ChunkCost:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one decode step: by batch at no depth, plus some for each cached token of each request."""
+
+    seconds_of_batch: tuple[tuple[int, float], ...]  # ascending (requests, seconds)
+    per_cached_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        batches = [batch for batch, _ in self.seconds_of_batch]
+        if not batches or batches[0] < 1 or any(b <= a for a, b in pairwise(batches)):
+            raise ValueError(f"a step's cost needs ascending batches of 1 or more, not {batches}")
+
+    def seconds(self, batch: int = 1, cached: int = 0) -> float:
+        """A step of `batch` requests with `cached` tokens each; between the points linear, beyond them too."""
+        return self._at_no_depth(batch) + self.per_cached_token * batch * cached
+
+    def _at_no_depth(self, batch: int) -> float:
+        return interpolated(self.seconds_of_batch, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """Seconds of moving bytes: so much for each transfer, and the bytes at a speed."""
+
+    seconds_per_transfer: float
+    bytes_per_second: float
+
+    def seconds(self, byte_count: int, transfers: int = 1) -> float:
+        return self.seconds_per_transfer * transfers + byte_count / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftCost:
+    """Seconds of moving the keys and values of some tokens to another layout, on the slowest rank."""
+
+    fixed_seconds: float = 0.0
+    per_token_seconds: float = 0.0
+
+    def seconds(self, tokens: int) -> float:
+        return self.fixed_seconds + self.per_token_seconds * tokens if tokens > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKindCost:
+    """Layers alike in facts, as each rank computes one of them. No links, no collectives: for cutting the model."""
+
+    layers: tuple[int, ...]  # all of the model's layers of this kind
+    whole: tuple[ChunkCost, ...]  # by rank: a chunk through one whole layer
+    part_chunk: tuple[ChunkCost, ...]  # by rank: a chunk through the rank's own part of one layer
+    part_step_seconds: tuple[float, ...]  # by rank: one decode step of one request through the own part
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """What each rank alone needs for the model's layers and its part of the head.
+
+    `tensor_shares[r]` is the part of a layer that was rank r's as it was measured (they add up to 1): a part's seconds
+    over that share is what a whole layer would take at the rank's speed. A rank that has no layer of a kind as a stage
+    could not time a whole one: there it is the other ranks' time scaled by the own part's.
+    """
+
+    kinds: tuple[LayerKindCost, ...]
+    tensor_shares: tuple[float, ...]
+    head_step_seconds: tuple[float, ...]  # by rank: its part of the output head, one row
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Measured costs of one loaded group. None: not measured (one worker has no tensor layout)."""
 
-    stages: tuple[ChunkCost, ...]  # layer layout, one a stage
-    tensor_prefill: ChunkCost | None = None
-    decode_layer_seconds: float | None = None  # one step of one request through all stages
-    decode_tensor_seconds: float | None = None
-    shift_seconds_per_token: float = 0.0  # moving one token's KV, slowest rank
+    stages: tuple[ChunkCost, ...]  # layer layout, one a stage, for the layers each stage has now
+    tensor_prefill: ChunkCost | None = None  # slowest rank, collectives included
+    decode_layer: StepCost | None = None  # one step through all stages, hops included
+    decode_tensor: StepCost | None = None
+    to_tensor: ShiftCost = ShiftCost()
+    to_layer: ShiftCost = ShiftCost()
+    link: LinkCost | None = None  # between ranks, the slowest pair
+    host_link: LinkCost | None = None  # from host memory to a device, the slowest
+    layer_seconds: LayerSeconds | None = None
+    all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
+
+
+def interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Linear between ascending points and beyond the last, never falling; at or before the first as the first."""
+    if len(points) == 1 or at <= points[0][0]:
+        return points[0][1]
+    after = next((index for index, (place, _) in enumerate(points) if place >= at), len(points) - 1)
+    (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
+    slope = max(0.0, (high_seconds - low_seconds) / (high - low))
+    return low_seconds + slope * (at - low)
 
 
 def fit(points: Sequence[tuple[int, int, float]]) -> ChunkCost:
@@ -75,42 +149,3 @@ def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64
                 best, best_error = np.zeros(rows.shape[1]), error
                 best[columns] = solved
     return best
-
-
-def measuring_points(device: str, layout: Layout, context_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Points (L, x) worth timing at start within the context; the last is a decode step (x = 1)."""
-    points: tuple[tuple[int, int], ...] = CPU_POINTS if device == "cpu" else CUDA_POINTS
-    if any(cached + tokens > context_tokens for cached, tokens in points):
-        half, quarter = max(2, context_tokens // 2), max(2, context_tokens // 4)
-        points = ((0, quarter), (0, half), (half, quarter))
-    if layout is Layout.TENSOR:
-        points = points[:2]  # attention costs little beside the collectives, and each point takes all ranks
-    return (*points, (min(DECODE_DEPTH, context_tokens - 1), 1))
-
-
-def costs_from_measurements(
-    layer_points: Sequence[tuple[int, int]],
-    layer_seconds: Sequence[Sequence[float]],
-    tensor_points: Sequence[tuple[int, int]] = (),
-    tensor_seconds: Sequence[Sequence[float]] = (),
-    shift_seconds_per_token: float = 0.0,
-) -> Costs:
-    """Costs from what each rank measured: `seconds[rank][point]`. In the tensor layout the slowest rank counts."""
-    slowest = [max(column) for column in zip(*tensor_seconds, strict=True)] if tensor_seconds else []
-    return Costs(
-        stages=tuple(_chunk_cost(layer_points, seconds) for seconds in layer_seconds),
-        tensor_prefill=_chunk_cost(tensor_points, slowest) if slowest else None,
-        decode_layer_seconds=_step_seconds(layer_points, [sum(column) for column in zip(*layer_seconds, strict=True)]),
-        decode_tensor_seconds=_step_seconds(tensor_points, slowest),
-        shift_seconds_per_token=shift_seconds_per_token,
-    )
-
-
-def _chunk_cost(points: Sequence[tuple[int, int]], seconds: Sequence[float]) -> ChunkCost:
-    rows = [(cached, tokens, value) for (cached, tokens), value in zip(points, seconds, strict=True)]
-    return fit([row for row in rows if row[1] > 1] or rows)
-
-
-def _step_seconds(points: Sequence[tuple[int, int]], seconds: Sequence[float]) -> float | None:
-    steps = [value for (_, tokens), value in zip(points, seconds, strict=True) if tokens == 1]
-    return steps[0] if steps else None

@@ -8,17 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..proto.errors import InputError, RequestFailedError
+from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.ids import Layout, RequestId
 from .chunk_plan import Auto, ChunkRule
 from .driver import POLL_SECONDS, Driver, generate
-from .generation import (
-    FinishedEvent,
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    LogitsEvent,
-    ScoresEvent,
-)
+from .generation import FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent
 
 
 @dataclass(frozen=True, slots=True)

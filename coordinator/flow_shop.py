@@ -1,20 +1,23 @@
-"""A pipeline of stages as a flow shop: its exact makespan, and a local search over the cuts of a prompt. Pure."""
+"""A pipeline of stages as a flow shop: exact makespans of chunk lists, one or many at a time. Pure.
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+Two forms. Without anybody being answered a chunk starts on a stage as soon as the stage before has ended it and the
+stage has ended the chunk before. With a decode batch in each tick the ticks are barriers: tick j runs chunk j - s on
+stage s, the batch's step waits for the slowest of them, and the next tick for the step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from .cost_model import ChunkCost
 
-SEARCH_BUDGET = 40_000  # cells (stage x chunk) looked at in one search: some 10 ms, far below one chunk's time
-SHORT_LIST = 8  # chunks
-Chunks: TypeAlias = tuple[int, ...]
+Lists = npt.NDArray[np.int64]  # tokens [lists, chunks]; shorter lists end with zeros
+Seconds = npt.NDArray[np.float64]
 
 
 def makespan(seconds: Sequence[Sequence[float]]) -> float:
-    """Seconds until the last stage has ended the last chunk; `seconds[stage][chunk]`.
-
-    A chunk starts on a stage when the stage before has ended it and the stage has ended the chunk before.
-    """
+    """Seconds until the last stage has ended the last chunk; `seconds[stage][chunk]`. No decode batch between."""
     ended = [0.0] * len(seconds[0])  # of each chunk, on the stage looked at last
     for stage in seconds:
         free = 0.0
@@ -24,8 +27,21 @@ def makespan(seconds: Sequence[Sequence[float]]) -> float:
     return ended[-1]
 
 
+def makespan_in_ticks(seconds: Sequence[Sequence[float]], decode_seconds: float) -> float:
+    """The same with a decode step of `decode_seconds` at the end of every tick, which all stages wait for.
+
+    For m chunks that take t on each of S stages: (m + S - 1) (t + decode_seconds).
+    """
+    stages, chunks = len(seconds), len(seconds[0])
+    total = 0.0
+    for tick in range(chunks + stages - 1):
+        running = range(max(0, tick - chunks + 1), min(stages, tick + 1))
+        total += max(seconds[stage][tick - stage] for stage in running) + decode_seconds
+    return total
+
+
 def equal_makespan(chunk_seconds: Sequence[float], stages: int) -> float:
-    """The same for equal stages: the sum, and S-1 times the longest."""
+    """`makespan` for equal stages: the sum, and S-1 times the longest."""
     return sum(chunk_seconds) + (stages - 1) * max(chunk_seconds)
 
 
@@ -38,100 +54,37 @@ def chunk_seconds(chunks: Sequence[int], cached: int, cost: ChunkCost) -> list[f
     return result
 
 
-def makespan_of_chunks(chunks: Sequence[int], cached: int, costs: Sequence[ChunkCost]) -> float:
-    """Exact makespan in seconds of a list of chunks over the stages."""
-    return makespan([chunk_seconds(chunks, cached, cost) for cost in costs])
+def makespan_of_chunks(
+    chunks: Sequence[int], cached: int, costs: Sequence[ChunkCost], decode_seconds: float = 0.0
+) -> float:
+    """Exact makespan in seconds of a list of chunks over the stages; with `decode_seconds` above 0, in ticks."""
+    seconds = [chunk_seconds(chunks, cached, cost) for cost in costs]
+    return makespan_in_ticks(seconds, decode_seconds) if decode_seconds > 0 else makespan(seconds)
 
 
-def search_cuts(
-    starts: Sequence[Chunks],
-    cached: int,
-    costs: Sequence[ChunkCost],
-    grid: int,
-    minimum: int,
-    max_chunk: int,
-    equal: bool,
-) -> Chunks:
-    """The best chunk list found by shifting, merging and splitting from `starts` until nothing helps."""
-    mean = _mean(costs)
-
-    def price(chunks: Chunks) -> float:
-        if equal:
-            return equal_makespan(chunk_seconds(chunks, cached, mean), len(costs))
-        return makespan_of_chunks(chunks, cached, costs)
-
-    width = 1 if equal else len(costs)
-    budget = SEARCH_BUDGET // width // len(starts)
-    found = [_descend(start, price, grid, minimum, max_chunk, budget) for start in starts]
-    return min(found, key=lambda chunks: (price(chunks), len(chunks)))
+def makespans_of_lists(
+    lists: Lists, cached: int, costs: Sequence[ChunkCost], decode_seconds: float = 0.0
+) -> tuple[Seconds, Seconds]:
+    """`makespan_of_chunks` of many lists at once, and the longest time of any chunk on any stage of each list."""
+    before = cached + np.cumsum(lists, axis=1) - lists
+    pairs = lists * (2 * before + lists)
+    real = lists > 0
+    durations = [cost.per_chunk * real + cost.per_token * lists + cost.per_pair * pairs for cost in costs]
+    longest = np.max([duration.max(axis=1) for duration in durations], axis=0)
+    if decode_seconds <= 0:
+        return _free_makespans(durations), longest
+    ticks = np.zeros((lists.shape[0], lists.shape[1] + len(costs) - 1))
+    for stage, duration in enumerate(durations):
+        window = ticks[:, stage : stage + lists.shape[1]]
+        np.maximum(window, duration, out=window)
+    return ticks.sum(axis=1) + decode_seconds * (real.sum(axis=1) + len(costs) - 1), longest
 
 
-def _mean(costs: Sequence[ChunkCost]) -> ChunkCost:
-    count = len(costs)
-    return ChunkCost(
-        sum(cost.per_chunk for cost in costs) / count,
-        sum(cost.per_token for cost in costs) / count,
-        sum(cost.per_pair for cost in costs) / count,
-    )
-
-
-def _descend(
-    chunks: Chunks, price: Callable[[Chunks], float], grid: int, minimum: int, max_chunk: int, budget: int
-) -> Chunks:
-    """First-improvement descent; ends at a local optimum or when the budget is spent."""
-    best = price(chunks)
-    improved = True
-    while improved:
-        improved = False
-        for candidate in _neighbours(chunks, grid, minimum, max_chunk):
-            budget -= len(candidate)
-            if budget < 0:
-                return chunks
-            value = price(candidate)
-            if value < best * (1 - 1e-9):
-                chunks, best, improved = candidate, value, True
-                break
-    return chunks
-
-
-def _neighbours(chunks: Chunks, grid: int, minimum: int, max_chunk: int) -> Iterator[Chunks]:
-    """Lists one change away; for short lists, where each chunk weighs most, also a merge or split and a shift."""
-    least = min(minimum, max_chunk)
-    yield from _shifts(chunks, grid, least, max_chunk)
-    recounted = [*_merges(chunks, max_chunk), *_splits(chunks, grid, least)]
-    yield from recounted
-    if len(chunks) <= SHORT_LIST:
-        for changed in recounted:
-            yield from _shifts(changed, grid, least, max_chunk)
-        for changed in _shifts(chunks, grid, least, max_chunk):
-            yield from _splits(changed, grid, least)
-            yield from _shifts(changed, grid, least, max_chunk)
-
-
-def _shifts(chunks: Chunks, grid: int, least: int, max_chunk: int) -> Iterator[Chunks]:
-    """One grid step from a chunk to another: to any in a short list, else to a neighbour, the first or the last."""
-    last = len(chunks) - 1
-    for giver, tokens in enumerate(chunks):
-        left = tokens - grid
-        if left < (1 if giver == last else least):
-            continue
-        takers = range(last + 1) if last < SHORT_LIST else sorted({giver - 1, giver + 1, 0, last})
-        for taker in takers:
-            if taker != giver and 0 <= taker <= last and chunks[taker] + grid <= max_chunk:
-                changed = list(chunks)
-                changed[giver], changed[taker] = left, chunks[taker] + grid
-                yield tuple(changed)
-
-
-def _merges(chunks: Chunks, max_chunk: int) -> Iterator[Chunks]:
-    for index in range(len(chunks) - 1):
-        together = chunks[index] + chunks[index + 1]
-        if together <= max_chunk:
-            yield (*chunks[:index], together, *chunks[index + 2 :])
-
-
-def _splits(chunks: Chunks, grid: int, least: int) -> Iterator[Chunks]:
-    for index, tokens in enumerate(chunks):
-        half = max(round(tokens / 2 / grid) * grid, least)
-        if half < tokens and (tokens - half >= least or index == len(chunks) - 1):
-            yield (*chunks[:index], half, tokens - half, *chunks[index + 1 :])
+def _free_makespans(durations: Sequence[Seconds]) -> Seconds:
+    """A stage ends chunk k at its work up to k, plus the longest that it ever had to wait for: a running maximum."""
+    ended = np.cumsum(durations[0], axis=1)
+    for duration in durations[1:]:
+        worked = np.cumsum(duration, axis=1)
+        ended = worked + np.maximum.accumulate(ended - (worked - duration), axis=1)
+    last: Seconds = ended[:, -1]
+    return last

@@ -1,20 +1,14 @@
 """What is asked of the group and what it answers: requests, events, results. Data only."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeAlias
 
-from ..proto.ids import Layout, Rank, RequestId
+from ..proto.generation_result import GenerationResult, JourneyForecast
+from ..proto.ids import Layout, RequestId
 from ..proto.reports import LogitRows, SampledToken, Scores
 from ..proto.sampling import SamplingParameters
 from .chunk_plan import Auto, ChunkRule
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-generation token, or a stop string
-    LENGTH = "length"  # max_tokens, or the context's end
-    CANCELLED = "cancelled"
-    ERROR = "error"
+from .regret import Regret
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +36,7 @@ class GenerationRequest:
     verify_shift: bool = False  # hash keys and values before and after the shift
     one_step_at_a_time: bool = False  # each step waits for the token before it (grammars)
     conversation: str | None = None
+    sampled: int = 0  # the prompt's last so many were sampled for this answer already, by a group that is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +66,8 @@ class RequestPlan:
     chunk_reason: str = ""
     kept: KeptPrefix | None = None
     cold: "RequestPlan | None" = None
+    forecasts: tuple[JourneyForecast, ...] = ()  # of all journeys that were compared
+    weights: Regret | None = None  # where they lie after this request, if they migrate
 
     @property
     def cached_tokens(self) -> int:
@@ -112,63 +109,6 @@ class LogitsEvent:
 class ScoresEvent:
     request: RequestId
     scores: Scores
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """One rank's seconds over a request's prompt: computing, and waiting for the stage before."""
-
-    rank: Rank
-    busy_seconds: float
-    waiting_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    layout: Layout
-    chunks: tuple[int, ...]  # tokens of the chunks that were read
-    seconds: float  # from the first chunk handed out to the first token known here
-    tokens_per_second: float
-    reason: str
-    chunk_reason: str
-    stages: tuple[StageTimes, ...]
-    cached_tokens: int = 0  # taken over from an earlier request; the chunks begin behind them
-
-
-@dataclass(frozen=True, slots=True)
-class ShiftResult:
-    """Seconds of the slowest rank; bytes of all ranks together. `hashes_equal` None: not asked for."""
-
-    source: Layout
-    to: Layout
-    seconds: float
-    exposed_seconds: float
-    kv_bytes: int
-    weight_bytes: int
-    hashes_equal: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeResult:
-    layout: Layout
-    steps: int  # that gave a token of the answer, or a forced step's logits
-    seconds: float  # from the first token known here to the last
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """A request's whole story. `decode` holds no step where the answer ended with the first token."""
-
-    prompt_tokens: int
-    tokens: tuple[SampledToken, ...]
-    finish_reason: FinishReason
-    prefill: PrefillResult
-    shift: ShiftResult | None
-    decode: DecodeResult
-    warning: str | None = None
-    error: str | None = None
-    moved_back: ShiftResult | None = None  # kept keys and values, before the rest of the prompt was read
 
 
 @dataclass(frozen=True, slots=True)

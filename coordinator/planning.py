@@ -1,90 +1,105 @@
 """Checks a request and decides its layouts and chunks, once, at submission. Pure."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..proto.errors import DoesNotFitError, InputError
-from ..proto.ids import Layout, RequestId
+from ..proto.ids import RequestId
 from ..proto.sampling import validate
-from .chunk_plan import Limits, plan_chunks
+from .answer_length import AnswerLengths
+from .chunk_plan import Limits
 from .cost_model import Costs
+from .forecast import Running, Task
 from .generation import GenerationRequest, KeptPrefix, RequestPlan
-from .policy import Choice, choose, worth_keeping
+from .policy import Choice, Journey, choose, told_forecasts, worth_keeping
+from .regret import Regret
 
 REPORTED_LOGIT_BYTES = 64 << 20  # of one chunk: they travel in one message
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What a plan depends on beside the request: the group, its costs, and how it fares now."""
+
+    ranks: int
+    vocab: int
+    context_tokens: int
+    costs: Costs | None
+    limits: Limits
+    running: Running = Running()  # noqa: RUF009 (frozen)
+    lengths: AnswerLengths = AnswerLengths()  # noqa: RUF009 (frozen)
+    weights: Regret | None = None  # where they lie, if those of one layout must move for the other
+    journeys: tuple[Journey, ...] | None = None  # that there is room for; None: all
 
 
 def plan_request(
     request_id: RequestId,
     request: GenerationRequest,
-    *,
-    ranks: int,
-    vocab: int,
-    context_tokens: int,
-    costs: Costs | None,
-    limits: Limits,
+    group: GroupState,
     kept: KeptPrefix | None = None,
 ) -> RequestPlan:
     """The plan of a request that can be run; an `InputError` names what cannot.
 
     A kept prefix is gone on from where that is predicted to be faster than to read the whole prompt.
     """
-    _check(request, vocab, context_tokens)
+    _check(request, group.vocab, group.context_tokens)
     if request.logits or request.targets or request.forced:
         kept = None  # these ask for every position
-    cold, choice = _plan(request_id, request, ranks, context_tokens, vocab, costs, limits, None)
+    cold, choice = _plan(request_id, request, group, None)
     if kept is None:
         return cold
-    warm, warm_choice = _plan(request_id, request, ranks, context_tokens, vocab, costs, limits, kept)
+    warm, warm_choice = _plan(request_id, request, group, kept)
     if not worth_keeping(choice, warm_choice, kept, len(request.prompt)):
         return cold
     return replace(warm, cold=cold)
 
 
 def _plan(
-    request_id: RequestId,
-    request: GenerationRequest,
-    ranks: int,
-    context_tokens: int,
-    vocab: int,
-    costs: Costs | None,
-    limits: Limits,
-    kept: KeptPrefix | None,
+    request_id: RequestId, request: GenerationRequest, group: GroupState, kept: KeptPrefix | None
 ) -> tuple[RequestPlan, Choice]:
-    prompt_tokens = len(request.prompt)
-    room = context_tokens - prompt_tokens + 1  # the last token sampled is never fed: it needs no cell
-    max_tokens = 0 if request.forced else min(room if request.max_tokens is None else request.max_tokens, room)
+    room = (
+        group.context_tokens - len(request.prompt) + 1
+    )  # the last token sampled is never fed: it needs no cell
+    max_tokens = (
+        0 if request.forced else min(room if request.max_tokens is None else request.max_tokens, room)
+    )
+    limits = group.limits
     if request.logits:
-        rows = max(1, REPORTED_LOGIT_BYTES // (4 * vocab))
-        limits = Limits(limits.grid, limits.minimum, min(limits.max_chunk, rows))
+        rows = max(1, REPORTED_LOGIT_BYTES // (4 * group.vocab))
+        limits = replace(limits, max_chunk=min(limits.max_chunk, rows))
     choice = choose(
-        prompt_tokens,
-        len(request.forced) + 1 if request.forced else request.max_tokens,
-        costs,
+        Task(len(request.prompt), _expected_steps(request, max_tokens, group.lengths), kept, group.running),
+        group.costs,
         request.prefill,
         request.decode,
-        ranks=ranks,
+        ranks=group.ranks,
         rule=request.chunk_rule,
         limits=limits,
-        kept=kept,
-    )
-    cached = kept.tokens if kept is not None else 0
-    # Under tensor parallelism all ranks read a chunk together: there is no pipeline to fill.
-    stages = ranks if choice.prefill is Layout.LAYER else 1
-    chunk_plan = plan_chunks(
-        prompt_tokens - cached, cached, stages, request.chunk_rule, costs.stages if costs else None, limits
+        weights=group.weights,
+        allowed=group.journeys,
     )
     plan = RequestPlan(
         request_id=request_id,
         request=request,
         prefill=choice.prefill,
         decode=choice.decode,
-        chunks=chunk_plan.chunks,
+        chunks=choice.chunk_plan.chunks,
         max_tokens=max_tokens,
         layout_reason=choice.reason,
-        chunk_reason=chunk_plan.reason,
+        chunk_reason=choice.chunk_plan.reason,
         kept=kept,
+        forecasts=told_forecasts(choice.forecasts),
+        weights=choice.weights,
     )
     return plan, choice
+
+
+def _expected_steps(request: GenerationRequest, max_tokens: int, lengths: AnswerLengths) -> int:
+    """Decode steps: what was asked for, else as past answers went. The first token comes with the prompt."""
+    if request.forced:
+        return len(request.forced)
+    if request.max_tokens is not None:
+        return max(0, max_tokens - 1)
+    return max(0, min(max_tokens, lengths.expected_tokens) - 1)
 
 
 def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
@@ -98,7 +113,9 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     if wanted > context_tokens:
         raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
     if request.max_tokens is not None and not _is_count(request.max_tokens):
-        raise InputError(f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}")
+        raise InputError(
+            f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}"
+        )
     if request.targets and len(request.targets) != len(request.prompt):
         raise InputError(f"{len(request.targets)} targets were given for {len(request.prompt)} prompt tokens")
     if any(not -1 <= target < vocab for target in request.targets):

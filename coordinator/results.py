@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..proto.ids import Layout, Rank
-from .generation import (
+from ..proto.generation_result import (
     DecodeResult,
     FinishReason,
     GenerationResult,
@@ -11,6 +10,7 @@ from .generation import (
     ShiftResult,
     StageTimes,
 )
+from ..proto.ids import Layout, Rank
 from .session import Session
 
 
@@ -34,10 +34,12 @@ def build_result(session: Session, times: RequestTimes) -> GenerationResult:
         finish_reason=session.finish_reason or FinishReason.ERROR,
         prefill=_prefill(session, times),
         shift=shift,
+        policy=plan.forecasts,
         decode=_decode(session, times, shift.exposed_seconds if shift else 0.0),
         warning=session.warning,
         error=session.error,
         moved_back=moved_back,
+        shift_failure=session.shift_failure,
     )
 
 
@@ -72,6 +74,7 @@ def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
         kv_bytes=sum(report.kv_bytes for report in reports),
         weight_bytes=sum(report.weight_bytes for report in reports),
         hashes_equal=session.hashes_equal,
+        moved_again=session.moved_again,
     )
 
 

@@ -6,21 +6,26 @@ chunks that are in the pipeline run to its end even if the request ended meanwhi
 state that nobody sends; only then are its slots freed.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
 from ..proto.errors import DoesNotFitError, ProtocolError
+from ..proto.generation_result import FinishReason, ShiftFailureKind
 from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
-from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
+from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from .admission import Admission
-from .generation import FinishReason, KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .forecast import Running
+from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
 from .kept import KeptSequence, KeptSequences
-from .session import HashQuery, Phase, Session
+from .rank_answers import HashQuery
+from .session import Phase, Session
+from .shift_counts import ShiftCounts
 from .slots import SlotPool
+from .weight_keeper import HOME, WeightKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,14 @@ class Scheduler:
         self._ticks: dict[int, TickRecord] = {}
         self._sequence = 0
         self._commands: list[AnyCommand] = []  # to be sent before the next tick
+        self.shift_counts = ShiftCounts()
+        self.weights = WeightKeeper(settings.ranks)
         self._events: list[SchedulerEvent] = []
 
     # From outside
 
     def submit(self, plan: RequestPlan) -> None:
+        self.weights.forget_declined()
         self._waiting.append(Session(plan, self._settings.ranks))
 
     def kept_prefix(self, conversation: str | None, prompt: Sequence[int]) -> KeptPrefix | None:
@@ -130,6 +138,20 @@ class Scheduler:
         return len(self._waiting), len(self._open), len(self._closing)
 
     @property
+    def running(self) -> Running:
+        """The requests whose prompts are read and which are, or soon will be, answered."""
+        answered = [session for session in self._open.values() if session.phase in (Phase.SHIFT, Phase.DECODE)]
+        if not answered:
+            return Running()
+        counts = Counter(session.plan.decode for session in answered)
+        cached = sum(session.prompt_tokens + session.steps_done for session in answered)
+        return Running(counts[Layout.LAYER], counts[Layout.TENSOR], cached // len(answered))
+
+    def sessions(self) -> list[Session]:
+        """Every request that has not been told to have ended, in the order they came."""
+        return [*self._closing.values(), *self._open.values(), *self._waiting]
+
+    @property
     def free_slots(self) -> tuple[int, ...]:
         """KV slots that nobody holds, by rank."""
         return self._slots.free_counts
@@ -142,7 +164,8 @@ class Scheduler:
         """Ranks that the oldest unfinished tick, or else a shift, waits for."""
         if self._ticks:
             return frozenset(next(iter(self._ticks.values())).missing)
-        return frozenset(rank for session in self._open.values() for rank in session.unanswered)
+        unanswered = frozenset(rank for session in self._open.values() for rank in session.unanswered)
+        return unanswered | self.weights.late_ranks
 
     def take_events(self) -> list[SchedulerEvent]:
         events, self._events = self._events, []
@@ -162,7 +185,7 @@ class Scheduler:
             del self._ticks[report.sequence]
             for session in record.freed:
                 del self._closing[session.plan.request_id]
-                self._events.append(Ended(session))
+                self._end(session)
 
     def shift_prepared(self, report: ShiftPrepared) -> None:
         session = self._known(report.request)
@@ -170,7 +193,20 @@ class Scheduler:
             self._abandon(session)
 
     def shift_committed(self, report: ShiftCommitted) -> None:
-        self._known(report.request).shift_reports.append(report)
+        session = self._known(report.request)
+        if (query := session.commit_answered(report)) is not None:
+            self._commands += session.committed(query)
+            if session.target is not query.table:
+                self._slots.release_moving(query.table, query.layout)
+            self.shift_counts.committed += 1
+
+    def shift_damaged(self, report: ShiftDamaged) -> None:
+        session = self._known(report.request)
+        if (query := session.commit_answered(report)) is None:
+            return
+        self.shift_counts.damaged += 1
+        if not session.damaged(query):
+            self._abandon(session)
 
     def kv_hashed(self, report: KvHashed) -> None:
         self._known(report.request).kv_hashed(report)
@@ -217,6 +253,8 @@ class Scheduler:
         while True:
             log += self._take_commands()
             log += self._open_waiting()
+            log += self._move_weights()
+            log += self._commit_shifts()  # those that waited for weights
             tick = self._next_tick()
             log += self._take_commands()
             if tick is None:
@@ -245,7 +283,7 @@ class Scheduler:
         except DoesNotFitError as error:
             session.error = str(error)
             session.end(FinishReason.ERROR)
-            self._events.append(Ended(session))
+            self._end(session)
             return []
         if grant is None:
             return None
@@ -254,20 +292,52 @@ class Scheduler:
         self._events.append(Started(request))
         return session.open(grant.table, grant.target)
 
+    def _end(self, session: Session) -> None:
+        self.shift_counts.count_failure(session.shift_failure)
+        self._events.append(Ended(session))
+
     def _drop_ended_from_queue(self) -> None:
         ended = [session for session in self._waiting if session.phase is Phase.ENDED]
         self._events += [Ended(session) for session in ended]
         self._waiting = deque(session for session in self._waiting if session not in ended)
+
+    def _move_weights(self) -> list[AnyCommand]:
+        """Bring migrating weights to where they are needed next, or home while nothing is asked."""
+        weights, sessions = self.weights, list(self._open.values())
+        if not weights.migrates:
+            return []
+        if self.idle:
+            return weights.move(HOME, background=True)
+        commands: list[AnyCommand] = []
+        for session in sessions:
+            for layout in (session.plan.prefill, session.plan.decode):
+                commands += weights.ask(layout) if session.phase is not Phase.ENDED else []
+        session_next = None if self._advance_is_due() else weights.wanted(sessions)
+        if session_next is not None and (to := session_next.needed_layout) is not None:
+            if (reason := weights.declined(to)) is not None:
+                self._stay(session_next, reason)
+            else:
+                commands += weights.move(to, session_next.plan.request_id)
+        return commands
+
+    def _stay(self, session: Session, reason: str) -> None:
+        """The weights cannot come to where a request needs them: it finishes where it is, or, not begun, ends."""
+        if session.target is not None:
+            session.note_failure(ShiftFailureKind.DECLINED, reason)
+            self._abandon(session)
+        else:
+            session.error = f"the {session.layout} layout cannot be run: {reason}"
+            session.end(FinishReason.ERROR)
 
     def _next_tick(self) -> RunTick | None:
         """The next tick, if there is work for one and few enough are outstanding."""
         outstanding = len(self._ticks)
         if outstanding >= self._settings.ranks + 2:
             return None
-        sessions = list(self._open.values())
+        sessions = self.weights.ready(list(self._open.values()))
         chunks_left = self._advance_is_due() or any(session.has_chunk for session in sessions)
         may_decode = chunks_left or outstanding < self._settings.decode_credits
-        moves = [move for session in sessions for move in session.take_moves()]
+        moves = [move for session in self._open.values() for move in session.take_moves()]
         stages, tensor_chunk = self._advance(sessions)
         batches = self._batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
         freed = self._closable(stages)
@@ -318,7 +388,7 @@ class Scheduler:
         return [
             session
             for request, session in self._open.items()
-            if session.phase is Phase.ENDED and request not in in_pipeline
+            if session.phase is Phase.ENDED and request not in in_pipeline and not session.is_committing
         ]
 
     def _close(self, session: Session) -> None:
@@ -346,11 +416,8 @@ class Scheduler:
     def _commit_shifts(self) -> list[AnyCommand]:
         commands: list[AnyCommand] = []
         for session in self._open.values():
-            if session.can_commit and session.table is not None:
-                left, layout = session.table, session.layout
+            if session.can_commit and self.weights.allows(session.target_layout):
                 commands += session.commit()
-                if session.target is not left:
-                    self._slots.release_moving(left, layout)
         return commands
 
 

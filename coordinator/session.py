@@ -4,7 +4,6 @@ A session knows what it has put into the log, not when workers run it: the log i
 hold may be relied on. What workers answer decides only when the request ends and whether its shift may begin.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 from enum import StrEnum
 
@@ -20,10 +19,12 @@ from ..proto.commands import (
     PrepareShift,
 )
 from ..proto.errors import ProtocolError
-from ..proto.ids import Rank
-from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count
-from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftPrepared
-from .generation import FinishReason, RequestPlan, TokenEvent
+from ..proto.generation_result import FinishReason, ShiftFailure, ShiftFailureKind
+from ..proto.ids import Layout, Rank
+from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count, most_moved_blocks
+from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
+from .generation import RequestPlan, TokenEvent
+from .rank_answers import CommitQuery, HashQuery
 
 
 class Phase(StrEnum):
@@ -33,39 +34,6 @@ class Phase(StrEnum):
     SHIFT = "shift"  # the prompt is read; moves or acknowledgements are missing
     DECODE = "decode"
     ENDED = "ended"  # its fate is known; chunks may still be in the pipeline, and its slots are still held
-
-
-class HashQuery:
-    """One `HashKv`, as the ranks answer it."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._answers: dict[Rank, KvHashed] = {}
-
-    @property
-    def complete(self) -> bool:
-        return len(self._answers) == self._ranks
-
-    def missing(self, rank: Rank) -> bool:
-        return rank not in self._answers
-
-    def answer(self, report: KvHashed) -> None:
-        self._answers[report.rank] = report
-
-    def digests(self) -> dict[tuple[int, int], frozenset[str]]:
-        """(layer, KV head) -> digests; more than one where the copies of parts that share the head differ."""
-        found: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
-        for (layer, head, _), digest in self.digests_of_copies().items():
-            found[layer, head].add(digest)
-        return {head: frozenset(digests) for head, digests in found.items()}
-
-    def digests_of_copies(self) -> dict[tuple[int, int, int], str]:
-        """(layer, KV head, part) -> digest."""
-        return {
-            (layer, head, part): digest
-            for report in self._answers.values()
-            for layer, head, part, digest in report.digests
-        }
 
 
 class Session:
@@ -81,6 +49,8 @@ class Session:
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
         self.warning: str | None = None
+        self.shift_failure: ShiftFailure | None = None
+        self.moved_again = 0  # times that damaged blocks were sent once more
         self.error: str | None = None
         self.shift_reports: list[ShiftCommitted] = []
         self.hash_queries: list[HashQuery] = []
@@ -93,6 +63,10 @@ class Session:
         self._written = [0] * ranks  # positions each stage has written in ticks already built
         self._moved_blocks = [0] * ranks
         self._accepted: set[Rank] = set()
+        self._commit: CommitQuery | None = None  # in the log, and not every rank has answered
+        self._again: list[Move] = []  # damaged ones, to be made once more
+        self._retried = False  # this shift has been
+        self._void_steps = 0  # handed out, but left out by the workers; their ticks have yet to come back
         self._steps_handed_out = 0
         self._steps_seen = 0  # steps whose results have come back
 
@@ -129,11 +103,33 @@ class Session:
         self._written = [plan.cached_tokens] * self._ranks
         prompt, sampling = plan.request.prompt, plan.request.sampling
         commands: list[AnyCommand] = [
-            OpenRequest(plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens)
+            OpenRequest(
+                plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens, plan.request.sampled
+            )
         ]
         if target is not None:
             commands.append(PrepareShift(plan.request_id, self.target_layout, target))
         return commands
+
+    # What it needs of the weights
+
+    @property
+    def needed_layout(self) -> Layout | None:
+        """Where migrating weights must lie for what this request does next; None: it has nothing more to hand out."""
+        match self.phase:
+            case Phase.PREFILL:
+                return self.layout
+            case Phase.RETURN | Phase.SHIFT:
+                return self.layout if self.target is None else self.target_layout
+            case Phase.DECODE:
+                return self.layout if self._steps_handed_out < self.plan.decode_steps else None
+            case Phase.QUEUED | Phase.ENDED:
+                return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was run for it."""
+        return self.chunks_handed_out > 0 or self.phase not in (Phase.QUEUED, Phase.PREFILL)
 
     # Prefill
 
@@ -178,20 +174,29 @@ class Session:
         if report.accepted:
             self._accepted.add(report.rank)
             return False
-        self.warning = (
-            f"rank {report.rank} declined the shift to the {self.target_layout} layout ({report.reason}): "
-            f"the request stays in the {self.layout} layout"
-        )
+        self.note_failure(ShiftFailureKind.DECLINED, f"rank {report.rank} declined it: {report.reason}")
         return True
 
+    def note_failure(self, kind: ShiftFailureKind, reason: str) -> None:
+        """The shift to `target_layout` will not be made."""
+        self.shift_failure = ShiftFailure(kind, self.layout, self.target_layout, reason)
+        self.warning = (
+            f"no shift to the {self.target_layout} layout ({reason}): the request stays in the {self.layout} layout"
+        )
+
     def take_moves(self) -> list[Move]:
-        """Blocks to send in the tick being built: full ones that earlier ticks have written, then the rest."""
+        """Blocks to send in the tick being built: full ones that earlier ticks have written, then the rest.
+
+        A kept prefix on its way back goes in several ticks: what moves is held twice meanwhile.
+        """
         if self.target is None or len(self._accepted) < self._ranks or self.phase is Phase.ENDED:
             return []
-        moves = []
+        moves, self._again = self._again, []
+        most = most_moved_blocks(max(self.plan.chunks, default=0))
         for stage, written in enumerate(self._written):
             whole = written == self.prompt_tokens or self.phase is Phase.RETURN
             end = block_count(written) if whole else written // BLOCK_TOKENS
+            end = min(end, self._moved_blocks[stage] + most)
             first, self._moved_blocks[stage] = self._moved_blocks[stage], end
             if end > first:
                 moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
@@ -200,6 +205,8 @@ class Session:
     @property
     def unanswered(self) -> frozenset[Rank]:
         """Ranks that a shift waits for before the request can go on."""
+        if self._commit is not None:
+            return frozenset(self._commit.missing)
         if self.phase not in (Phase.RETURN, Phase.SHIFT):
             return frozenset()
         return frozenset(Rank(rank) for rank in range(self._ranks)) - self._accepted
@@ -207,19 +214,27 @@ class Session:
     @property
     def can_commit(self) -> bool:
         """All blocks are in moves of ticks already built."""
+        if self.target is None or self._again:
+            return False
         if self.phase is Phase.RETURN:
-            return self.target is not None and min(self._moved_blocks) == block_count(self.plan.cached_tokens)
+            return min(self._moved_blocks) == block_count(self.plan.cached_tokens)
         return self.phase is Phase.SHIFT and min(self._moved_blocks) == block_count(self.prompt_tokens)
 
     def commit(self) -> list[AnyCommand]:
-        """From here on the request runs in the target's layout. The caller releases the source's slots, but for those
-        that are the next target."""
-        if self.phase is Phase.RETURN:
-            return self._commit_return()
+        """From here on the request runs in the target's layout, unless a rank has found damage.
+
+        Decode steps are handed out at once: where there was damage the workers leave them out. A kept prefix on its
+        way back waits for the answers. What was left stays as it is until all ranks have committed.
+        """
+        if self.table is None or self.target is None:
+            raise AssertionError("a shift that can be committed has both tables")
         request_id = self.plan.request_id
-        self.layout, self.table, self.target = self.plan.decode, self.target, None
-        self.phase = Phase.DECODE
+        self._commit = CommitQuery(self._ranks, self.table, self.layout)
+        self.layout, self.table, self.target = self.target_layout, self.target, None
         commit = CommitShift(request_id, self.layout)
+        if self.phase is Phase.RETURN:
+            return [commit]
+        self.phase = Phase.DECODE
         if not self.plan.request.verify_shift:
             return [commit]
         self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
@@ -227,22 +242,61 @@ class Session:
         question = HashKv(request_id, self.prompt_tokens)
         return [question, commit, question]
 
-    def _commit_return(self) -> list[AnyCommand]:
-        """The kept prefix has come to where the rest is read. Its full blocks also stay where they were."""
-        plan, kept_table = self.plan, self.table
-        source, self.layout, self.table, self.target = self.layout, plan.prefill, self.target, None
+    @property
+    def is_committing(self) -> bool:
+        """Which layout it is in is not known yet."""
+        return self._commit is not None
+
+    def commit_answered(self, report: ShiftCommitted | ShiftDamaged) -> CommitQuery | None:
+        """The query, once all ranks have answered: `committed` or `damaged` is to be called then."""
+        query = self._commit
+        if query is None or report.rank not in query.missing:
+            raise ProtocolError(f"rank {report.rank} answered a commit of request {report.request} that was not asked")
+        if isinstance(report, ShiftCommitted):
+            self.shift_reports.append(report)
+        elif report.rank == self._ranks - 1:  # the sampler's: what its ticks report from here on is void, in order
+            self._void_steps = self._steps_handed_out - self._steps_seen
+        return query if query.answer(report) else None
+
+    def committed(self, query: CommitQuery) -> list[AnyCommand]:
+        """All ranks have: the caller releases the moving slots of the query's table, unless it is `target` now.
+
+        A kept prefix has come to where the rest is read; its full blocks also stay where they were.
+        """
+        self._commit, self._retried = None, False
+        if self.phase is not Phase.RETURN:
+            return []
         self.phase = Phase.PREFILL
-        commands: list[AnyCommand] = [CommitShift(plan.request_id, self.layout)]
-        if plan.decode is source and plan.decode_steps > 0 and kept_table is not None:
-            self.target, self.target_layout = kept_table, source
-            self._accepted = set()
-            self._moved_blocks = [plan.cached_tokens // BLOCK_TOKENS] * self._ranks
-            commands.append(PrepareShift(plan.request_id, source, kept_table))
-        return commands
+        plan = self.plan
+        if plan.decode is not query.layout or plan.decode_steps == 0:
+            return []
+        self.target, self.target_layout = query.table, query.layout
+        self._accepted = set()
+        self._moved_blocks = [plan.cached_tokens // BLOCK_TOKENS] * self._ranks
+        return [PrepareShift(plan.request_id, query.layout, query.table)]
+
+    def damaged(self, query: CommitQuery) -> bool:
+        """All ranks are where they were, and so is the request. False: the caller abandons the shift; True: what
+        arrived damaged is sent once more."""
+        self._commit = None
+        self.target, self.table, self.layout = self.table, query.table, query.layout
+        self._steps_handed_out = self._steps_seen
+        if self.phase is Phase.ENDED:
+            return False
+        if self.phase is Phase.DECODE:
+            self.phase = Phase.SHIFT
+        if self._retried:
+            self.note_failure(ShiftFailureKind.DAMAGED, f"bytes arrived damaged twice: {query.told_damage()}")
+            return False
+        self._retried = True
+        self.moved_again += 1
+        self.warning = f"bytes of a shift arrived damaged and were sent once more: {query.told_damage()}"
+        self._again = [Move(self.plan.request_id, self.target_layout, *run) for run in query.damaged_blocks()]
+        return True
 
     def abandon(self) -> list[AnyCommand]:
         """Forget a shift that was not committed. The caller releases the target's slots."""
-        self.target = None
+        self.target, self._again = None, []
         if self.phase is Phase.SHIFT:
             self.phase = Phase.DECODE
         elif self.phase is Phase.RETURN:  # the rest is read where the kept prefix lies
@@ -255,7 +309,7 @@ class Session:
     @property
     def steps_left(self) -> int:
         """Decode steps that may be handed out now."""
-        if self.phase is not Phase.DECODE:
+        if self.phase is not Phase.DECODE or (self._commit is not None and self._commit.damage_seen):
             return 0
         results_due = self._steps_handed_out > self._steps_seen or (not self.plan.request.forced and not self.tokens)
         if self.plan.request.one_step_at_a_time and results_due:
@@ -290,6 +344,9 @@ class Session:
 
     def steps_came_back(self, steps: int) -> None:
         """The sampler has reported a tick with `steps` decode steps of this request, after its tokens."""
+        if self._void_steps:
+            self._void_steps -= steps
+            return
         self._steps_seen += steps
         if self.plan.request.forced and self._steps_seen == self.plan.decode_steps:
             self.end(FinishReason.LENGTH)
@@ -339,3 +396,4 @@ class Session:
         before, after = self.shift_hashes
         answered = before.complete and after.complete
         return answered and before.digests_of_copies() == after.digests_of_copies()
+

@@ -11,9 +11,10 @@ from itertools import product
 from statistics import median
 
 from gearshift.coordinator.driver import Driver, generate
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.launch.options import Device, group_settings, layout_settings
 from gearshift.launch.session_setup import open_model, open_session
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 

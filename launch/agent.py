@@ -11,6 +11,7 @@ import argparse
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 KILL_AFTER_SECONDS = 3.0  # a worker that is left this long after another one failed is killed
+LOOPBACK = "127.0.0.1"
 LAST_LINES = 20
 LAST_BYTES = 4_096
 _DISCOVERY_SECONDS = 0.02
@@ -105,31 +108,63 @@ def _elastic_agent(options: argparse.Namespace) -> "LocalElasticAgent":
     # Late: torch takes seconds to import, and this process must be tied to its parent before that.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-    rendezvous = registry.get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",  # port 0: chosen while binding, so that launches never race for one
-            run_id=options.group,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-            is_host="1",
-        )
-    )
     worker = ("-P", "-m", options.worker_module, *options.worker_arguments, "--parent-pid", str(os.getpid()))
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.workers,
-        rdzv_handler=rendezvous,
+        rdzv_handler=_loopback_rendezvous(options.group),
         entrypoint=sys.executable,
         args=worker,
         max_restarts=0,
         monitor_interval=0.1,
-        local_addr="127.0.0.1",
+        local_addr=LOOPBACK,
     )
     return LocalElasticAgent(spec, _logs_specs(Path(options.run_folder)), exit_barrier_timeout=5)
+
+
+def _loopback_rendezvous(group: str) -> "RendezvousHandler":
+    """Where the agent and its workers meet: a store on loopback alone. Torch's own listen on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though torch does not say so
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class LoopbackRendezvous(RendezvousHandler):
+        """Of one agent, once: nobody else may come."""
+
+        def __init__(self) -> None:
+            # Port 0: chosen while binding, so that launches never race for one. The store takes the socket over.
+            listener = socket.create_server((LOOPBACK, 0))
+            self._port: int = listener.getsockname()[1]
+            self._store = TCPStore(
+                LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+
+        def get_backend(self) -> str:
+            return "loopback"
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            """Nobody else could join anyway."""
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return group
+
+        def shutdown(self) -> bool:
+            return True
+
+    return LoopbackRendezvous()
 
 
 def _logs_specs(run_folder: Path) -> "LogsSpecs":

@@ -2,11 +2,53 @@
 
 from collections.abc import Callable
 
+from ..coordinator.chat.reasoning import ReasoningSplit
 from ..coordinator.driver import Driver, generate
-from ..coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from ..coordinator.generation import FinishedEvent, GenerationRequest
 from ..coordinator.text_stream import TextStream
 from ..proto.errors import RequestFailedError
+from ..proto.generation_result import GenerationResult
+from ..proto.pieces import Piece, PieceKind
 from ..proto.reports import SampledToken
+
+
+class PlainText:
+    """Shows an answer on stdout as it stands."""
+
+    def show(self, piece: Piece) -> None:
+        print(piece.text, end="", flush=True)
+
+    def end_answer(self) -> None:
+        print(flush=True)
+
+
+class SplitText:
+    """An answer's text told apart: shown as it comes, and kept. `split` None: all of it is the answer."""
+
+    def __init__(self, split: ReasoningSplit | None, show: Callable[[Piece], None]) -> None:
+        self._split = split
+        self._show = show
+        self._texts = dict.fromkeys(PieceKind, "")
+
+    @property
+    def text(self) -> str:
+        return self._texts[PieceKind.ANSWER]
+
+    @property
+    def reasoning(self) -> str:
+        return self._texts[PieceKind.REASONING]
+
+    def take(self, text: str) -> None:
+        self._book([Piece(PieceKind.ANSWER, text)] if self._split is None else self._split.feed(text))
+
+    def finish(self) -> None:
+        if self._split is not None:
+            self._book(self._split.finish())
+
+    def _book(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self._texts[piece.kind] += piece.text
+            self._show(piece)
 
 
 def follow(

@@ -6,14 +6,15 @@ from typing import Protocol
 
 from ..coordinator.chat.format import ChatFormat
 from ..coordinator.chat.messages import Message
-from ..coordinator.chat.reasoning import MARK_TEXTS, Piece, PieceKind, ReasoningSplit
+from ..coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
 from ..coordinator.driver import Driver
-from ..coordinator.generation import FinishReason, GenerationRequest, GenerationResult
+from ..coordinator.generation import GenerationRequest
 from ..coordinator.text_stream import TextStream
-from ..coordinator.tokenizer import Tokenizer
 from ..proto.errors import DoesNotFitError, RequestFailedError
+from ..proto.generation_result import FinishReason, GenerationResult
+from ..proto.pieces import Piece
 from ..proto.sampling import SamplingParameters
-from .answer import follow
+from .answer import SplitText, follow
 from .options import LayoutSettings
 
 CONVERSATION = "chat"
@@ -82,26 +83,20 @@ class LocalChat:
             chunk_rule=self.layouts.chunk_rule,
             conversation=CONVERSATION,
         )
-        split, shown = ReasoningSplit(reasons=prompt.reasons), dict.fromkeys(PieceKind, "")
-
-        def take(pieces: list[Piece]) -> None:
-            for piece in pieces:
-                shown[piece.kind] += piece.text
-                show(piece)
-
+        told = SplitText(ReasoningSplit(reasons=prompt.reasons), show)
         stream = TextStream(bytes_with_marks(self.format.tokenizer), self.stops)
-        _, result = follow(self.driver, request, stream, lambda text: take(split.feed(text)), interrupted)
-        take(split.finish())
-        if result.error is not None:
-            raise RequestFailedError(result.error)
-        return chat_answer(shown, result)
+        _, result = follow(self.driver, request, stream, told.take, interrupted)
+        told.finish()
+        return chat_answer(told.text, told.reasoning, result)
 
 
-def chat_answer(shown: Mapping[PieceKind, str], result: GenerationResult) -> ChatAnswer:
-    """One turn's story from what was shown and what the request came to."""
+def chat_answer(text: str, reasoning: str, result: GenerationResult) -> ChatAnswer:
+    """One turn's story. Raises `RequestFailedError` where the request ended by an error."""
+    if result.error is not None:
+        raise RequestFailedError(result.error)
     return ChatAnswer(
-        text=shown[PieceKind.ANSWER],
-        reasoning=shown[PieceKind.REASONING],
+        text=text,
+        reasoning=reasoning,
         prompt_tokens=result.prompt_tokens,
         cached_tokens=result.prefill.cached_tokens,
         answer_tokens=len(result.tokens),
@@ -111,10 +106,3 @@ def chat_answer(shown: Mapping[PieceKind, str], result: GenerationResult) -> Cha
         at_limit=result.finish_reason is FinishReason.LENGTH,
         warning=result.warning,
     )
-
-
-def bytes_with_marks(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """What tokens add to an answer, the marks of reasoning among it where they are control tokens."""
-    ids = tokenizer.vocabulary.ids
-    marks = frozenset(ids[text] for text in MARK_TEXTS if text in ids)
-    return lambda token: tokenizer.token_bytes(token, render_special=token in marks)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..coordinator.chat.messages import Message
-from ..coordinator.chat.reasoning import Piece
 from ..proto.errors import InputError, RequestFailedError
+from ..proto.pieces import Piece
 from .chat_backend import ChatAnswer, ChatBackend
 from .chat_terminal import ChatTerminal
 from .console import busy

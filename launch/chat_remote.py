@@ -6,13 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import convert
-
 from ..coordinator.chat.messages import Message
-from ..coordinator.chat.reasoning import Piece, PieceKind, ReasoningSplit
-from ..coordinator.generation import GenerationResult
 from ..proto.client import Answer, Client
-from ..proto.errors import RequestFailedError
+from ..proto.pieces import Piece
 from .chat_backend import CONVERSATION, ChatAnswer, chat_answer
 
 INTERRUPT_SECONDS = 0.1  # between two looks
@@ -29,25 +25,14 @@ class RemoteChat:
     def answer(
         self, messages: Sequence[Message], show: Callable[[Piece], None], interrupted: Callable[[], bool]
     ) -> ChatAnswer:
-        split, shown = ReasoningSplit(), dict.fromkeys(PieceKind, "")
-
-        def take(pieces: list[Piece]) -> None:
-            for piece in pieces:
-                shown[piece.kind] += piece.text
-                show(piece)
-
         with (
             self.client.generate(messages=messages, conversation=CONVERSATION, **self.options) as answer,
             _cancelled_when(interrupted, answer),
         ):
-            for text in answer:
-                take(split.feed(text))
+            for piece in answer.pieces():
+                show(piece)
             told = answer.result()
-        take(split.finish())
-        result = convert(told.facts, GenerationResult)
-        if result.error is not None:
-            raise RequestFailedError(result.error)
-        return chat_answer(shown, result)
+        return chat_answer(told.text, told.reasoning, told.facts)
 
 
 @contextmanager

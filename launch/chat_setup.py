@@ -11,7 +11,7 @@ from .inputs import read_json, read_text
 from .prompts import PromptText, PromptTokens
 
 if TYPE_CHECKING:
-    from ..coordinator.chat.format import ChatFormat
+    from ..coordinator.chat.format import ChatFormat, ChatPrompt
     from ..coordinator.chat.messages import Message
     from .session_setup import Opened
 
@@ -46,19 +46,19 @@ def first_messages(system: str | None, file: str | None) -> "list[Message]":
     return [*read_messages([{"role": "system", "content": system}], "--system"), *messages]
 
 
-def chat_tokens(
+def chat_prompt(
     prompt: PromptText | PromptTokens,
     opened: "Opened",
     system: str | None,
     template: str | None,
     options: Mapping[str, object],
-) -> tuple[int, ...]:
+) -> "ChatPrompt":
     """A prompt as one user message, written by the chat template."""
     if isinstance(prompt, PromptTokens):
         raise InputError("--chat takes text, by --prompt or --file: token ids are a prompt as it stands")
     messages = [*first_messages(system, None), {"role": "user", "content": prompt.text}]
     with open_format(opened, template) as chat_format:
-        return chat_format.prompt(messages, options=options).ids
+        return chat_format.prompt(messages, options=options)
 
 
 def parse_template_options(words: Sequence[str]) -> dict[str, object]:

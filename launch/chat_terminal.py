@@ -5,8 +5,8 @@ Answers go to stdout. Reasoning is dimmed there on a terminal, and goes to stder
 
 import sys
 
-from ..coordinator.chat.reasoning import Piece, PieceKind
 from ..proto.errors import InputError
+from ..proto.pieces import Piece, PieceKind
 from .signals import interrupts_raised
 
 PROMPT = "> "

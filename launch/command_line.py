@@ -9,7 +9,23 @@ import typer
 
 from .. import __version__
 from ..proto.errors import GearshiftError
-from .commands import chat, config, coordinator, doctor, inspect, keys, logits, perplexity, run, tokenize
+from .commands import (
+    bench,
+    calibrate,
+    chat,
+    config,
+    coordinator,
+    doctor,
+    inspect,
+    keys,
+    logits,
+    perplexity,
+    plan,
+    run,
+    tokenize,
+)
+from .console import warn
+from .settings import told_unknown, unknown_variables
 from .signals import exit_on_signals
 from .user_folders import current_settings
 
@@ -27,10 +43,13 @@ app = typer.Typer(
 )
 app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("logits", epilog=logits.EXAMPLES)(logits.logits)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("tokenize", epilog=tokenize.EXAMPLES)(tokenize.tokenize)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("coordinator", epilog=coordinator.EXAMPLES)(coordinator.coordinator)
 app.command("keys", epilog=keys.EXAMPLES)(keys.keys)
 app.command("config", epilog=config.EXAMPLES)(config.config)
@@ -54,6 +73,8 @@ def _common(
     ] = False,
 ) -> None:
     """Flags before the command. `--debug` is read by `main`, which sees errors from outside typer."""
+    if names := unknown_variables(os.environ):
+        warn(told_unknown(names))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _FIELD_OF_SETTING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window"}
 
 
+STILL_LOADING = " (it is still being loaded: the answer comes after that)"
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
     """What was asked for; sampling and layouts apart, for they may come from the user's settings."""
@@ -40,7 +43,7 @@ class RemoteRun:
 
 def refuse_flags_of_the_group(arguments: Mapping[str, Any]) -> None:
     """A command's arguments by name: those that only a coordinator takes cannot go with --connect."""
-    names = ("model", "template", *GROUP_FLAGS, "context")
+    names = ("model", "template", *GROUP_FLAGS, "context", "trace", "measure", "restarts")
     given = [name for name, value in flags_named(names, arguments).items() if value is not None]
     if given:
         flags = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
@@ -55,7 +58,7 @@ def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:
         raise InputError("--system and --template-option belong to --chat")
     options = _options(run, current_settings(flags))
     with Client(run.address, key_file=run.key_file) as client:
-        note(f"connected to {run.address}: {client.model}")
+        note(f"connected to {run.address}: {client.model}" + (STILL_LOADING if client.was_loading else ""))
         _answer(client, run, options)
 
 
@@ -101,36 +104,39 @@ def _prompt(run: RemoteRun) -> dict[str, Any]:
 
 
 def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> None:
+    from .answer import PlainText
+    from .chat_terminal import ChatTerminal
+
+    output = ChatTerminal() if run.chat else PlainText()
     with busy("waiting for the answer") as prompt_is_read, client.generate(**_prompt(run), **options) as answer:
-        for piece in answer:
+        for piece in answer.pieces():
             prompt_is_read()
             if not run.as_json:
-                print(piece, end="", flush=True)
+                output.show(piece)
         result = answer.result()
+    if not run.as_json:
+        output.end_answer()
     _tell(client, run, result)
 
 
 def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
-    from msgspec import convert
-
-    from ..coordinator.generation import GenerationResult
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
-    from .report import memory_table, phase_table, run_facts
+    from .report import memory_table, phase_table, reason_lines, run_facts
 
-    result = convert(told.facts, GenerationResult)
+    result = told.facts
     ranks = client.status().ranks
     placement = _Stages(tuple(LayerRange(rank.first_layer, rank.end_layer) for rank in ranks))
     memory = [
         MemoryReported(Rank(rank.rank), rank.planned_bytes, rank.peak_bytes, rank.anonymous_bytes) for rank in ranks
     ]
     if run.as_json:
-        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory)
+        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning)
         print(json.dumps(facts, ensure_ascii=False))
-    else:
-        print(flush=True)
     if result.warning is not None:
         warn(result.warning)
+    for line in reason_lines(result):
+        note(line)
     stderr_console().print(phase_table(result))
     stderr_console().print(memory_table(placement, memory, result))
     if result.error is not None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from ..coordinator.cluster import Cluster
 from ..proto.channel import ClientListener, CoordinatorChannel, split_address
+from ..proto.commands import LinkOptions
 from ..proto.keys import KeyPair
 from .console import note
 
@@ -20,11 +21,13 @@ def external_cluster(
     keys: KeyPair | None,
     key_file: str | None,
     join_timeout_seconds: float,
-    meanwhile: Callable[[int], None],
+    tell_port: Callable[[int], None],
+    link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    start: int = 0,
 ) -> Iterator[Cluster]:
     """A joined group of `workers` ranks. `workers_address` None: a free port of the host that clients use.
 
-    Workers may come to the clients' address: `meanwhile` is called with the workers' port while they gather, to send
+    Workers may come to the clients' address: `tell_port` is called with the workers' port before they gather, to send
     them on. Raises `WorkerLostError` naming the ranks that did not come, and those that were refused.
     """
     host, _ = split_address(listener.address)
@@ -35,8 +38,12 @@ def external_cluster(
         note(
             f"  torchrun --nproc-per-node {workers} -m gearshift.worker --coordinator {listener.address}{keys_told}"
         )
-        cluster = Cluster(channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds)
-        cluster.join(lambda: meanwhile(port), (listener,))
+        cluster = Cluster(
+            channel, None, ranks=workers, group="", join_timeout_seconds=join_timeout_seconds,
+            link_options=link_options, start=start,
+        )  # fmt: skip
+        tell_port(port)
+        cluster.join()
         try:
             yield cluster
         except (SystemExit, KeyboardInterrupt):

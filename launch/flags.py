@@ -88,6 +88,16 @@ MaxChunk = Annotated[
         "--max-chunk", metavar="N", min=1, help="Longest chunk the buffers take.", rich_help_panel=GROUP
     ),
 ]
+MaxTokenGap = Annotated[
+    float | None,
+    typer.Option(
+        "--max-token-gap",
+        metavar="MS",
+        help="Most milliseconds between two tokens of an answer while other prompts are read (inter-token latency):"
+        " their chunks become as short as that needs.",
+        rich_help_panel=GROUP,
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
@@ -109,8 +119,8 @@ LayerShare = Annotated[
     str | None,
     typer.Option(
         "--layer-share",
-        metavar="X,..",
-        help="Share of the layers each stage owns: 3,1.",
+        metavar="auto|X,..",
+        help="Share of the layers each stage owns: 3,1. auto: equal; unequal devices are timed.",
         rich_help_panel=GROUP,
     ),
 ]
@@ -118,8 +128,8 @@ TensorShare = Annotated[
     str | None,
     typer.Option(
         "--tensor-share",
-        metavar="X,..",
-        help="Share of every layer each worker owns: 3,1.",
+        metavar="auto|X,..",
+        help="Share of every layer each worker owns: 3,1. auto: equal; unequal devices are timed.",
         rich_help_panel=GROUP,
     ),
 ]
@@ -138,6 +148,50 @@ KvTypeFlag = Annotated[
         "--kv-type",
         metavar="auto|f32|f16|bf16|q8_0",
         help="Type of the KV cache; two with a comma are for keys and values. auto: the compute type.",
+        rich_help_panel=GROUP,
+    ),
+]
+NoPeer = Annotated[
+    bool | None,
+    typer.Option(
+        "--no-peer",
+        help="For tests: GPUs do not reach into each other's memory, as cards without peer access cannot.",
+        rich_help_panel=GROUP,
+    ),
+]
+ThrottleLink = Annotated[
+    float | None,
+    typer.Option(
+        "--throttle-link",
+        metavar="GB/S",
+        help="For tests: what workers send each other takes as long as over a link of this speed.",
+        rich_help_panel=GROUP,
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="SIZE",
+        help="Memory left free on each device: 256M, 1G. Left out: 256M, 768M on a card with a display.",
+        rich_help_panel=GROUP,
+    ),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE,..",
+        help="Most memory each worker may hold: 8G for all, or 8G,6G for each.",
+        rich_help_panel=GROUP,
+    ),
+]
+ResidencyFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--residency",
+        metavar="auto|both|migrate|owner",
+        help="Where layers lie: for both layouts, moved at a shift, or whole on one worker. auto: as many both as fit.",
         rich_help_panel=GROUP,
     ),
 ]
@@ -247,9 +301,39 @@ VerifyShift = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+Measure = Annotated[
+    bool | None,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Time chunks, steps and links at start, though costs of such a group are kept from before.",
+        rich_help_panel=GROUP,
+    ),
+]
+Restarts = Annotated[
+    int | None,
+    typer.Option(
+        "--restarts",
+        metavar="N",
+        min=0,
+        max=1000,
+        help="Times within 10 minutes that lost workers are started again, and open requests go on. "
+        "Left out: 2, but for run 0.",
+        rich_help_panel=GROUP,
+    ),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="One line of JSON on stdout, all else on stderr.", rich_help_panel=OUTPUT),
+]
+
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write what every rank did when, for Perfetto or chrome://tracing: FILE.json or FILE.json.gz.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 CHAT = "Chat"

@@ -16,6 +16,7 @@ import msgspec
 
 from ..proto.device_table import CardRow, read_cards
 from ..proto.errors import InputError
+from ..proto.host_memory import free_memory_bytes
 from ..proto.probe import ProbeReport
 from ..proto.visible_devices import DeviceRow, visible_devices
 
@@ -97,25 +98,6 @@ def run_probe(
         return msgspec.json.decode(done.stdout, type=ProbeReport)
     except msgspec.MsgspecError as error:
         return Failure(f"the probe wrote something else than its report: {error}")
-
-
-def free_memory_bytes() -> int:
-    """What the kernel says is available, or what is left of this process's control group, whichever is less."""
-    available = next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    limit, used = _number(Path("/sys/fs/cgroup/memory.max")), _number(Path("/sys/fs/cgroup/memory.current"))
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _tried(look: Callable[[], T]) -> T | Failure:

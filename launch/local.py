@@ -18,6 +18,7 @@ import msgspec
 
 from ..coordinator.cluster import JOIN_TIMEOUT_SECONDS, SILENCE_SECONDS, Cluster, LaunchFailure
 from ..proto.channel import CoordinatorChannel
+from ..proto.commands import LinkOptions
 from ..proto.ids import Rank
 from .agent import AgentLine, Ended, Started, last_lines, signal_name
 from .run_logs import AGENT_LOG, RunFolder, open_run_folder
@@ -45,10 +46,18 @@ class AgentWatch:
         self._decoder: msgspec.json.Decoder[AgentLine] = msgspec.json.Decoder(AgentLine)
         self._rest = b""
         self._failure: LaunchFailure | None = None
-        self.worker_pids: tuple[int, ...] = ()
+        self._workers: tuple[tuple[Rank, int], ...] = ()
 
     def fileno(self) -> int:
         return self._descriptor
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        return tuple(pid for _, pid in self._workers)
+
+    def stopped(self) -> tuple[tuple[Rank, int], ...]:
+        """Workers that a signal has stopped, or a debugger."""
+        return tuple((rank, pid) for rank, pid in self._workers if _state_of(pid) in ("T", "t"))
 
     def poll(self) -> LaunchFailure | None:
         """The first worker that ended, or the agent's own end."""
@@ -70,7 +79,7 @@ class AgentWatch:
     def _take(self, line: AgentLine) -> None:
         match line:
             case Started(pids=pids):
-                self.worker_pids = tuple(pid for _, pid in pids)
+                self._workers = tuple((Rank(rank), pid) for rank, pid in pids)
             case Ended():
                 self._failure = self._failure or LaunchFailure(
                     rank=Rank(line.rank),
@@ -214,8 +223,10 @@ def local_cluster(
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
     worker_module: str = "gearshift.worker",
+    link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    start: int = 0,
 ) -> Iterator[Cluster]:
-    """A joined group of workers on this host; on leaving nothing of it is left.
+    """A joined group of workers on this host; on leaving nothing of it is left. `start` counts a command's groups.
 
     Raises `WorkerLostError` when a rank does not join or dies, `WorkerFailedError` when one raises.
     """
@@ -238,10 +249,20 @@ def local_cluster(
             group=group,
             join_timeout_seconds=join_timeout_seconds,
             silence_seconds=silence_seconds,
+            link_options=link_options,
+            start=start,
         )
         cluster.join()
         yield cluster
         cluster.shutdown()
+
+
+def _state_of(pid: int) -> str:
+    """A process's state as /proc has it; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _open_pids(pids: Sequence[int]) -> tuple[int, ...]:

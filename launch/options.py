@@ -3,15 +3,18 @@
 A flag that is None was not given: environment, config file, model file and built-in values follow.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..proto.commands import LinkOptions
 from ..proto.errors import InputError
 from ..proto.ids import ComputeType, KvType, Layout
 from ..proto.kv import KvFormat
+from .residency_option import ResidencyWish, parse_residency
 from .settings import SAMPLING_SETTINGS, Source
 from .user_folders import current_settings
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AUTO = "auto"
+USUAL_RESTARTS = 2  # of a command that somebody is at, or many are
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?)?", re.IGNORECASE)
+SIZE_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Device(StrEnum):
@@ -44,6 +50,12 @@ class GroupSettings:
     tensor_shares: tuple[float, ...] | None
     compute_type: ComputeType | None
     kv_format: KvFormat | None
+    reserve_bytes: int | None = None  # of each device's memory
+    memory_limits: tuple[int, ...] | None = None  # bytes; one for all workers, or one for each
+    residency: ResidencyWish | None = None  # of each layer; None: by what fits
+    link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
+    measure: bool = False  # though costs are kept from before
+    token_gap_seconds: float | None = None  # the most between two tokens of an answer while prompts are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class LayoutSettings:
 
 GROUP_FLAGS = (
     "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
-    "kv_type",
+    "kv_type", "reserve", "memory_limit", "residency", "no_peer", "throttle_link",
 )  # fmt: skip
 SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
 
@@ -78,6 +90,13 @@ def group_settings(
     tensor_share: str | None = None,
     compute_type: str | None = None,
     kv_type: str | None = None,
+    reserve: str | None = None,
+    memory_limit: str | None = None,
+    residency: str | None = None,
+    no_peer: bool | None = None,
+    throttle_link: float | None = None,
+    measure: bool | None = None,
+    max_token_gap: float | None = None,
 ) -> GroupSettings:
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
     chosen = current_settings(
@@ -91,6 +110,13 @@ def group_settings(
             "tensor_share": tensor_share,
             "compute_type": compute_type,
             "kv_type": kv_type,
+            "reserve": reserve,
+            "memory_limit": memory_limit,
+            "residency": residency,
+            "no_peer": no_peer,
+            "throttle_link": throttle_link,
+            "measure": measure,
+            "max_token_gap": max_token_gap,
         }
     )
     return GroupSettings(
@@ -103,6 +129,12 @@ def group_settings(
         tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
+        reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
+        memory_limits=parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit")),
+        residency=parse_residency(chosen.place("residency"), chosen.text("residency")),
+        link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
+        measure=chosen.switch("measure"),
+        token_gap_seconds=_seconds(chosen.number_or_none("max_token_gap")),
     )
 
 
@@ -124,6 +156,12 @@ def layout_settings(
         decode=parse_layout(chosen.place("decode"), chosen.text("decode")),
         chunk_rule=chunk_rule,
     )
+
+
+def allowed_restarts(restarts: int | None, usual: int) -> int:
+    """The flag, else the user's setting, else what is usual for the command."""
+    chosen = current_settings({"restarts": restarts}).whole_number_or_none("restarts")
+    return usual if chosen is None else chosen
 
 
 def parse_layout(flag: str, text: str) -> Layout | None:
@@ -154,8 +192,18 @@ def parse_cut_points(flag: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_shares(flag: str, text: str | None) -> tuple[float, ...] | None:
-    """`3,1` or `0.75,0.25`: one number a worker; whether they fit is for the placement to say."""
-    return None if text is None else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
+    """`3,1` or `0.75,0.25`: one number a worker; whether they fit is for the placement to say. `auto` is None."""
+    return None if text is None or text == AUTO else _numbers(flag, text, float, "numbers, as in 3,1 or 0.75,0.25")
+
+
+def parse_sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """`8G` or `8G,6.5G`, in bytes."""
+    return None if text is None else tuple(_size(flag, word) for word in text.split(","))
+
+
+def parse_size(flag: str, text: str | None) -> int | None:
+    """`256M`, `1.5G`, `0`, in bytes; units are powers of 1,024."""
+    return None if text is None else _size(flag, text)
 
 
 def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
@@ -175,6 +223,14 @@ def parse_logit_bias(flag: str, entries: Sequence[str]) -> tuple[tuple[int, floa
     return tuple(biases.items())
 
 
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _bytes_per_second(gigabytes: float | None) -> float | None:
+    return None if gigabytes is None else 1e9 * gigabytes
+
+
 def parse_seed(flag: str, seed: int) -> int:
     """0 <= seed < 2^64; -1, as other programs have it, draws one from the system."""
     if seed == -1:
@@ -191,6 +247,16 @@ def _choice(flag: str, text: str, choices: tuple[T, ...]) -> T:
         if text == choice:
             return choice
     raise InputError(f"{flag} takes one of {', '.join(map(str, choices))}, not {text!r}")
+
+
+def _size(flag: str, text: str) -> int:
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{flag} takes sizes with a unit, as in 512M or 7.5G, not {text.strip()!r}")
+    number, unit = found.groups()
+    if unit is None and float(number):
+        raise InputError(f"{flag} {number}: which unit? 512M and 7.5G have one")
+    return int(float(number) * SIZE_UNITS[(unit or "k").lower()])
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], wanted: str) -> tuple[T, ...]:

@@ -1,10 +1,13 @@
 """What a run tells when it is over: the line of JSON, and the closing table for a person."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..coordinator.generation import GenerationResult, PrefillResult, ShiftResult
+from msgspec import to_builtins
+from msgspec.structs import asdict
+
+from ..coordinator.device_memory import DeviceUse
+from ..proto.generation_result import GenerationResult, PrefillResult, ShiftFailure, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 
@@ -28,22 +31,28 @@ def run_facts(
     start_seconds: float,
     load_seconds: float,
     memory: Sequence[MemoryReported],
+    reasoning: str = "",
+    uses: Sequence[DeviceUse] = (),
 ) -> dict[str, Any]:
     """The object that `run --json` prints. Seconds, bytes, token counts; lists of ranks are in rank order."""
     facts: dict[str, Any] = {
         "text": text,
+        **({"reasoning": reasoning} if reasoning else {}),
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": [token.token for token in result.tokens],
         "finish_reason": str(result.finish_reason),
         "prefill": _prefill_facts(result.prefill, placement),
-        "shift": None if result.shift is None else _shift_facts(result.shift),
+        "policy": [to_builtins(journey) for journey in result.policy],
+        "shift": _shift_facts(result.shift, result.shift_failure),
         "decode": asdict(result.decode),
         "start_seconds": start_seconds,
         "load_seconds": load_seconds,
-        "memory": [_memory_facts(report) for report in sorted(memory, key=lambda one: one.rank)],
+        "memory": [_memory_facts(report, uses) for report in sorted(memory, key=lambda one: one.rank)],
     }
     if any(token.top for token in result.tokens):
         facts["logprobs"] = [_logprob_facts(token) for token in result.tokens]
+    if result.restarts:
+        facts["restarts"] = result.restarts
     if result.warning is not None:
         facts["warning"] = result.warning
     if result.error is not None:
@@ -71,7 +80,10 @@ def _prefill_facts(prefill: PrefillResult, placement: Staged) -> dict[str, Any]:
     }
 
 
-def _shift_facts(shift: ShiftResult) -> dict[str, Any]:
+def _shift_facts(shift: ShiftResult | None, failure: ShiftFailure | None) -> dict[str, Any] | None:
+    """Of a shift that was planned and not made: why it was not."""
+    if shift is None:
+        return None if failure is None else _failure_facts(failure)
     facts: dict[str, Any] = {
         "from": str(shift.source),
         "to": str(shift.to),
@@ -82,16 +94,28 @@ def _shift_facts(shift: ShiftResult) -> dict[str, Any]:
     }
     if shift.hashes_equal is not None:
         facts["hashes_equal"] = shift.hashes_equal
+    if shift.moved_again:
+        facts["moved_again"] = shift.moved_again
     return facts
 
 
-def _memory_facts(report: MemoryReported) -> dict[str, int]:
-    return {
+def _failure_facts(failure: ShiftFailure) -> dict[str, Any]:
+    kind = str(failure.kind)
+    return {"from": str(failure.source), "to": str(failure.to), "failed": kind, "reason": failure.reason}
+
+
+def _memory_facts(report: MemoryReported, uses: Sequence[DeviceUse]) -> dict[str, int]:
+    """Weights and KV as planned and as tracked; with `uses` also the whole of the device's memory."""
+    facts = {
         "rank": report.rank,
         "planned_bytes": report.planned_bytes,
         "peak_bytes": report.peak_bytes,
         "anonymous_bytes": report.anonymous_bytes,
     }
+    if uses:
+        use = uses[report.rank]
+        facts |= {"device_planned_bytes": use.planned_bytes, "device_held_bytes": use.held_bytes}
+    return facts
 
 
 def _logprob_facts(token: SampledToken) -> dict[str, Any]:
@@ -102,6 +126,12 @@ def _logprob_facts(token: SampledToken) -> dict[str, Any]:
     }
 
 
+def reason_lines(result: GenerationResult) -> tuple[str, ...]:
+    """Why these layouts and these chunks, with the times that were compared; nothing for a lone worker."""
+    prefill = result.prefill
+    return (f"layouts: {prefill.reason}", f"chunks: {prefill.chunk_reason}") if len(prefill.stages) > 1 else ()
+
+
 def phase_table(result: GenerationResult) -> "Table":
     """Per phase: layout, chunks or steps, seconds, tokens a second; the shift between them."""
     from rich.table import Table
@@ -110,7 +140,7 @@ def phase_table(result: GenerationResult) -> "Table":
     table.add_column("seconds", justify="right")
     table.add_column("tok/s", justify="right")
     prefill, shift, decode = result.prefill, result.shift, result.decode
-    work = f"{result.prompt_tokens} tokens in {_chunks(prefill.chunks)}"
+    work = f"{result.prompt_tokens} tokens in {chunks_text(prefill.chunks)}"
     table.add_row(
         "prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second)
     )
@@ -125,31 +155,50 @@ def phase_table(result: GenerationResult) -> "Table":
         if shift.hashes_equal is not None:
             equal = "equal" if shift.hashes_equal else "DIFFERENT"
             table.add_row("", "", f"keys and values before and after: {equal}", "", "")
+    elif result.shift_failure is not None:
+        failure = result.shift_failure
+        told = f"not made ({failure.kind}): {failure.reason}"
+        table.add_row("shift", f"{failure.source} to {failure.to}", told, "", "")
     steps = f"{decode.steps} steps"
+    if result.restarts:
+        steps += f", the group started again {result.restarts} time{'s' if result.restarts > 1 else ''}"
     table.add_row(
         "answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second)
     )
     return table
 
 
-def memory_table(placement: Staged, memory: Sequence[MemoryReported], result: GenerationResult) -> "Table":
-    """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB."""
+def memory_table(
+    placement: Staged,
+    memory: Sequence[MemoryReported],
+    result: GenerationResult,
+    uses: Sequence[DeviceUse] = (),
+) -> "Table":
+    """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB.
+
+    On cards, with `uses`, also all that it was planned to hold of the card and what the driver says it does.
+    """
     from rich.table import Table
 
     table = Table("rank", "layers")
     for column in ("computing, s", "waiting, s", "planned, MiB", "peak, MiB", "of the process, MiB"):
         table.add_column(column, justify="right")
+    on_cards = any(report.device_free_bytes for report in memory) and bool(uses)
+    for column in ("card planned, MiB", "card holds, MiB") if on_cards else ():
+        table.add_column(column, justify="right")
     times = {stage.rank: stage for stage in result.prefill.stages}
     for report in sorted(memory, key=lambda one: one.rank):
         layers, stage = placement.stages[report.rank], times.get(report.rank)
         spent = ("", "") if stage is None else (f"{stage.busy_seconds:.3f}", f"{stage.waiting_seconds:.3f}")
-        sizes = (report.planned_bytes, report.peak_bytes, report.anonymous_bytes)
+        sizes = [report.planned_bytes, report.peak_bytes, report.anonymous_bytes]
+        if on_cards:
+            sizes += [uses[report.rank].planned_bytes, uses[report.rank].held_bytes]
         owned = f"{layers.first}..{layers.end - 1}" if len(layers) else "none"
         table.add_row(str(report.rank), owned, *spent, *(f"{size / MEBIBYTE:,.1f}" for size in sizes))
     return table
 
 
-def _chunks(chunks: Sequence[int]) -> str:
+def chunks_text(chunks: Sequence[int]) -> str:
     """`8 chunks: 64 x 7, 19`; runs of one length are told once."""
     runs: list[list[int]] = []
     for chunk in chunks:

@@ -13,6 +13,8 @@ from typing import BinaryIO
 from .console import warn
 
 AGENT_LOG = "agent.log"
+TOLD = "told"  # a file that marks a temporary folder whose path a user has read
+TEMPORARY_PREFIX = "gearshift-run-"
 NEW_SECONDS = 60.0  # a folder this young may belong to a run that has not taken its lock yet
 
 
@@ -34,6 +36,8 @@ class RunFolder:
 
     def close(self, told: bool) -> None:
         """A temporary folder goes, unless an error has just `told` the user of it."""
+        if not self.kept and told:
+            (self.path / TOLD).touch()
         self.agent_log.close()
         if not self.kept and not told:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -41,6 +45,7 @@ class RunFolder:
 
 def open_run_folder(logs: Path, kept_runs: int) -> RunFolder:
     """A new folder in `logs`; of the older runs that have ended the last `kept_runs` - 1 stay."""
+    remove_abandoned()
     path, kept = _new_folder(logs)
     agent_log = (path / AGENT_LOG).open("wb")
     fcntl.flock(agent_log, fcntl.LOCK_SH)
@@ -57,6 +62,17 @@ def prune(logs: Path, kept_runs: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_abandoned() -> None:
+    """Remove temporary folders of ours whose run was killed before it could: no process holds their log any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            ours = path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
+        except OSError:
+            continue
+        if ours and not (path / TOLD).exists() and _has_ended(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _new_folder(logs: Path) -> tuple[Path, bool]:
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}-{secrets.token_hex(2)}"
     try:
@@ -64,7 +80,7 @@ def _new_folder(logs: Path) -> tuple[Path, bool]:
         (logs / name).mkdir(mode=0o700)
     except OSError as error:
         warn(f"no logs are kept: cannot write {logs}: {error.strerror or error}")
-        return Path(tempfile.mkdtemp(prefix="gearshift-")), False
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)), False
     return logs / name, True
 
 

@@ -1,32 +1,41 @@
 """From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
-from ..coordinator.cluster import Cluster
+from ..coordinator.device_memory import DeviceMemory, DeviceUse, device_uses, probe_memory
 from ..coordinator.driver import Driver, DriverSettings, LoadResult
+from ..coordinator.fit_choice import ContextWish, Fit
+from ..coordinator.memory_fit import RankMemory
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec
 from ..coordinator.tokenizer import Tokenizer, build_tokenizer
+from ..coordinator.trace import Trace
 from ..proto.errors import DoesNotFitError, InputError
 from ..proto.ids import Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.model import ModelSpec
-from ..proto.placement.cuts import place
 from ..proto.placement.plan import Placement
+from ..proto.reports import MemoryReported
 from .console import load_progress, note, warn
+from .cost_cache import settle_costs
+from .fitting import GroupPlan, fit_group, names_no_shares
 from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
+from .restarts import RestartingGroup, StartGroup
+from .sharing import settle_shares
+from .trace_file import trace_file
 
 USUAL_CONTEXT_TOKENS = (
     4096  # where the user names none: trained lengths of 128K would reserve gigabytes of KV
 )
-USUAL_MAX_CHUNK_TOKENS = 2048
+LEAST_CONTEXT_TOKENS = 512  # a group with less is not started, unless it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,14 @@ class Session:
     placement: Placement
     start_seconds: float  # until every worker had joined
     loaded: LoadResult
-    cluster: Cluster
+    cluster: RestartingGroup
+    trace: Trace | None = None  # where one is written
+    plan: tuple[RankMemory, ...] = ()  # by rank, beside what its process held
+    devices: tuple[DeviceMemory, ...] = ()  # before the load
+
+    def device_uses(self, reports: Sequence[MemoryReported]) -> tuple[DeviceUse, ...]:
+        """What each rank was planned to hold of its device, and what it holds."""
+        return device_uses(self.plan, self.devices, self.cluster.hellos, reports)
 
 
 def open_model(model: str) -> Opened:
@@ -59,10 +75,11 @@ def open_model(model: str) -> Opened:
     return Opened(files, spec, tokenizer)
 
 
-def choose_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> int:
-    """Tokens of context for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
+def wish_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> ContextWish:
+    """The context wanted for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
 
-    What was asked for is taken as it is; the answer ends where the context does.
+    What was asked for is taken as it is; the answer ends where the context does. Else the memory may allow less, down
+    to the prompt and a token.
     """
     if asked is not None and asked > trained:
         warn(f"--context {asked} is longer than the {trained} tokens this model was trained for")
@@ -71,8 +88,9 @@ def choose_context(asked: int | None, prompt: int, answer: int | None, trained: 
         kind = "--context" if asked else "the length this model was trained for"
         raise DoesNotFitError(f"the prompt has {prompt} tokens, {kind} is {limit}")
     if asked is not None:
-        return asked
-    return min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
+        return ContextWish(asked, asked=True)
+    usual = min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
+    return ContextWish(usual, asked=False, needed=min(usual, max(prompt + 1, LEAST_CONTEXT_TOKENS)))
 
 
 @contextmanager
@@ -80,54 +98,92 @@ def open_session(
     opened: Opened,
     settings: GroupSettings,
     layouts: LayoutSettings,
-    context_tokens: int,
+    context: int | ContextWish,
     *,
     parallel_requests: int = 1,
-    gather: Callable[[], AbstractContextManager[Cluster]] | None = None,
+    gather: StartGroup | None = None,
+    trace_path: str | None = None,
+    restarts: int = 0,
+    measure: bool = True,
 ) -> Iterator[Session]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
-    started elsewhere instead.
+    started elsewhere instead. Where there is a `trace_path`, requests are traced there. A group that is lost under a
+    request is started again up to `restarts` times. Not `measure`: the caller does.
     """
-    spec = build_spec(opened.files, context_tokens)
-    placement = place(
-        spec,
-        settings.workers,
-        layer_cuts=settings.layer_split,
-        layer_shares=settings.layer_shares,
-        tensor_shares=settings.tensor_shares,
-    )
+    wish = ContextWish(context, asked=True) if isinstance(context, int) else context
+    spec = build_spec(opened.files, wish.tokens)
+    plan = GroupPlan(spec, settings, layouts, parallel_requests, names_no_shares(settings))
+    placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
-    workers = gather or partial(
-        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads
-    )
-    with workers() as cluster:
+    workers: StartGroup = gather or partial(
+        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads,
+        link_options=settings.link_options,
+    )  # fmt: skip
+    with trace_file(trace_path) as trace, RestartingGroup(workers, restarts) as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
+        device_kind = "cpu" if devices == ["cpu"] else "cuda"
+        settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
+        plan = replace(plan, settings=settings)
+        placement = plan.placement()
+        memory = probe_memory(cluster, cluster.hellos)
+        found = fit_group(plan, placement, memory, device_kind, wish)
+        fit, placement = found.fit, found.fit.case.placement
+        _tell_fit(fit)
+        context_tokens = fit.context_tokens
+        spec = build_spec(opened.files, context_tokens)
         driver = Driver(
             cluster,
             spec,
             placement,
             DriverSettings(
                 context_tokens=context_tokens,
-                max_chunk_tokens=min(context_tokens, settings.max_chunk_tokens or USUAL_MAX_CHUNK_TOKENS),
-                device="cpu" if devices == ["cpu"] else "cuda",
-                compute_type=settings.compute_type,
+                max_chunk_tokens=min(context_tokens, fit.case.max_chunk_tokens),
+                device=device_kind,
+                compute_type=found.compute_type,
                 kv_format=settings.kv_format,
                 prefill=layouts.prefill,
                 decode=layouts.decode,
+                journeys=fit.case.journeys,
                 parallel_requests=parallel_requests,
+                token_gap_seconds=settings.token_gap_seconds or inf,
             ),
         )
         with load_progress(settings.workers) as show:
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
-        if costs_are_needed(settings.workers, layouts):
-            driver.measure_costs()
-        yield Session(driver, placement, start_seconds, loaded, cluster)
+        costs = None
+        if measure and costs_are_needed(settings.workers, layouts):
+            costs = settle_costs(driver, cluster.now, placement, loaded, settings)
+        driver.restart_by(cluster.regroup)
+        if trace is not None:
+            driver.follow(trace, cluster.hellos)
+        yield Session(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
+        if costs is not None:
+            costs.learn(driver)
+
+
+def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) -> DriverSettings:
+    """How some of the model's layers are loaded to time unequal devices with."""
+    longest = min(wish.tokens, settings.max_chunk_tokens or wish.tokens)
+    return DriverSettings(
+        context_tokens=wish.tokens,
+        max_chunk_tokens=longest,
+        device=device_kind,
+        compute_type=settings.compute_type,
+        kv_format=settings.kv_format,
+    )
+
+
+def _tell_fit(fit: Fit) -> None:
+    for warning in fit.warnings:
+        warn(warning)
+    for text in fit.notes:
+        note(text)
 
 
 def _told_devices(devices: Sequence[str]) -> str:

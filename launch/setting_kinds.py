@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol, TypeAlias
 
-SettingValue: TypeAlias = bool | int | float | str | tuple[str, ...] | None
+from ..proto.switches import parse_switch
 
-OFF_WORDS = ("", "0", "false", "no", "off")
-ON_WORDS = ("1", "true", "yes", "on")
+SettingValue: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
 
 class Kind(Protocol):
@@ -89,10 +88,7 @@ class Switch:
     wanted: str = "true or false"
 
     def parse(self, text: str) -> bool:
-        word = text.strip().lower()
-        if word not in OFF_WORDS + ON_WORDS:
-            raise ValueError
-        return word in ON_WORDS
+        return parse_switch(text)
 
     def check(self, value: object) -> bool:
         if not isinstance(value, bool):

@@ -4,7 +4,7 @@ The first of these that has a value wins. A setting is called `max_chunk` in the
 environment and --max-chunk as a flag.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -16,6 +16,8 @@ from ..proto.sampling import SamplingParameters
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
+# No settings: workers read them, to be tried without peer access and with faults on demand.
+VARIABLES_FOR_TESTS = frozenset({"GEARSHIFT_NO_PEER", "GEARSHIFT_FAULT"})
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given
@@ -59,13 +61,21 @@ GROUP_SETTINGS = (
     Setting("decode", Text(), "auto"),
     Setting("chunk", Text(), "auto"),
     Setting("max_chunk", WholeNumber(1, _ANY_COUNT)),
+    Setting("max_token_gap", Number(0.1, 1e6)),
     Setting("context", WholeNumber(1, _ANY_COUNT)),
     Setting("layer_split", Text()),
-    Setting("layer_share", Text()),
-    Setting("tensor_share", Text()),
+    Setting("layer_share", Text(), "auto"),
+    Setting("tensor_share", Text(), "auto"),
     Setting("compute_type", Text(), "auto"),
     Setting("kv_type", Text(), "auto"),
+    Setting("reserve", Text("a size with a unit, as in 256M")),
+    Setting("memory_limit", Text("sizes with units, as in 8G,6G")),
+    Setting("residency", Text(), "auto"),
+    Setting("no_peer", Switch(), False),
+    Setting("throttle_link", Number(0.001, 10_000.0)),
     Setting("verify_shift", Switch(), False),
+    Setting("measure", Switch(), False),
+    Setting("restarts", WholeNumber(0, 1000)),
 )
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),
@@ -129,6 +139,9 @@ class Settings:
     def number(self, name: str) -> float:
         return self._typed(name, float)
 
+    def number_or_none(self, name: str) -> float | None:
+        return None if self.values[name].value is None else self._typed(name, float)
+
     def text(self, name: str) -> str:
         return self._typed(name, str)
 
@@ -171,8 +184,17 @@ def merge(
 
 def unknown_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Variables that look like settings and are none."""
-    known = {setting.variable for setting in SETTINGS.values()}
+    known = {setting.variable for setting in SETTINGS.values()} | VARIABLES_FOR_TESTS
     return tuple(sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known))
+
+
+def told_unknown(names: Sequence[str]) -> str:
+    """Such variables in one line, each with the setting that it may have been meant for."""
+    told = []
+    for name in names:
+        close = get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX).lower(), SETTINGS, n=1)
+        told.append(f"{name} (did you mean {SETTINGS[close[0]].variable}?)" if close else name)
+    return f"no setting has this name: {', '.join(told)}; `gearshift config` lists all settings"
 
 
 def _from_flag(setting: Setting, flags: Flags) -> Value | None:

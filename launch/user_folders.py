@@ -1,4 +1,4 @@
-"""The user's folders: the config file, and the logs of runs."""
+"""The user's folders: the config file, the logs of runs, and measured costs."""
 
 import os
 import tomllib
@@ -19,6 +19,11 @@ def config_path(environment: Mapping[str, str] = os.environ) -> Path:
 def logs_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where each run has a folder with its workers' output."""
     return _base(environment, "XDG_STATE_HOME", ".local/state") / "gearshift" / "logs"
+
+
+def costs_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where measured costs are kept."""
+    return _base(environment, "XDG_CACHE_HOME", ".cache") / "gearshift" / "costs"
 
 
 def read_config(path: Path) -> ConfigFile | None:

@@ -10,12 +10,13 @@ the coordinator then ends their requests. Nothing is repeated by itself.
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .client_answer import AnswerResult, build_generate, reply_error, result_of
+from .client_answer import AnswerResult, build_generate, pieces_of, reply_error, result_of
 from .client_messages import (
     Accepted,
     AnyReply,
@@ -25,9 +26,11 @@ from .client_messages import (
     Failed,
     Finished,
     GroupEnded,
+    GroupState,
     LayoutSet,
     LayoutStatus,
     Planned,
+    Queued,
     Refused,
     SetLayout,
     StatusReported,
@@ -37,6 +40,7 @@ from .client_wire import ClientWire
 from .errors import GearshiftError, ProtocolError
 from .ids import Layout, RequestId
 from .keys import read_keys
+from .pieces import Piece, PieceKind
 
 CONNECT_SECONDS = 30.0
 CALL_SECONDS = 60.0  # for the answer to anything but a request for text
@@ -58,6 +62,7 @@ class Client:
         self._wire = ClientWire(address, keys, timeout_seconds)
         self.model = self._wire.greeted.model
         self.context_tokens = self._wire.greeted.context_tokens
+        self.was_loading = self._wire.greeted.state is GroupState.LOADING  # the model, when this client connected
 
     def generate(
         self,
@@ -69,6 +74,8 @@ class Client:
     ) -> "Answer":
         """Ask for an answer; returns once the request is accepted, or raises why it is not.
 
+        While the model still loads the request is kept by the coordinator, and this waits. `BusyError`: too many wait.
+
         Give one of `text`, `messages` (by the model's chat template) and `ids`. `options` are the fields of
         `Generate` and `Sampling` in client_messages.py: max_tokens, temperature, top_k, seed, stop, prefill, ...
         """
@@ -76,14 +83,17 @@ class Client:
         call = self._wire.call(
             lambda number: build_generate(number, text, messages, ids, options), news.put
         )
-        return Answer(self, _expect(news.get(), Accepted), news, call)
+        while isinstance(reply := _reply(news.get()), Queued):
+            continue  # the model still loads
+        return Answer(self, _expect(reply, Accepted), news, call)
 
     def cancel(self, request: int) -> None:
         """End one of this client's requests; its answer finishes as cancelled. `StaleError` when it is over."""
         self._ask(lambda call: Cancel(call, RequestId(request)))
 
     def status(self) -> StatusReported:
-        """Ranks, queue, memory and layouts. Still answered, as "failed", shortly after a worker was lost."""
+        """Ranks, queue, memory and layouts. Answered, as "loading", while the model loads, and for a moment as "failed"
+        after a worker was lost."""
         return _expect(self._ask(AskStatus), StatusReported)
 
     def plan(
@@ -142,17 +152,23 @@ class Answer:
         self._call = call
         self._result: AnswerResult | None = None
         self._failure: GearshiftError | None = None
-        self._written: list[TokensWritten] = []
+        self._ready: deque[Piece] = deque()
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text that no earlier iteration has given. Raises what ended the request."""
-        while (piece := self._next_piece()) is not None:
-            if piece:
-                yield piece
+        """The answer's text, piece by piece, without its reasoning: `pieces` gives that too."""
+        for piece in self.pieces():
+            if piece.kind is PieceKind.ANSWER:
+                yield piece.text
+
+    def pieces(self) -> Iterator[Piece]:
+        """Pieces that no earlier iteration has taken, reasoning first. Raises what ended the request."""
+        while self._ready or self._wait_for_more():
+            while self._ready:
+                yield self._ready.popleft()
 
     def result(self) -> AnswerResult:
         """Wait for the end. Raises what ended the request, if it did not finish."""
-        for _ in self:
+        for _ in self.pieces():
             pass
         assert self._result is not None
         return self._result
@@ -170,22 +186,22 @@ class Answer:
     ) -> None:
         self.cancel()
 
-    def _next_piece(self) -> str | None:
+    def _wait_for_more(self) -> bool:
+        """False when the answer is over."""
         if self._failure is not None:
             raise self._failure
         if self._result is not None:
-            return None
+            return False
         try:
             news = _reply(self._news.get())
         except GearshiftError as error:
             self._failure = error
             raise
-        if isinstance(news, TokensWritten):
-            self._written.append(news)
-            return news.text
-        finished = _expect(news, Finished)
-        self._result = result_of(self.accepted, self._written, finished)
-        return finished.rest
+        written = news if isinstance(news, TokensWritten) else _expect(news, Finished)
+        self._ready.extend(pieces_of(written))
+        if isinstance(written, Finished):
+            self._result = result_of(self.accepted, written)
+        return True
 
 
 class AsyncClient:
@@ -218,7 +234,9 @@ class AsyncClient:
         self._wire.call(
             lambda number: build_generate(number, text, messages, ids, options), put
         )
-        return AsyncAnswer(self, _expect(await news.get(), Accepted), news)
+        while isinstance(reply := _reply(await news.get()), Queued):
+            continue
+        return AsyncAnswer(self, _expect(reply, Accepted), news)
 
     async def cancel(self, request: int) -> None:
         """As `Client.cancel`."""
@@ -287,17 +305,23 @@ class AsyncAnswer:
         self._news = news
         self._result: AnswerResult | None = None
         self._failure: GearshiftError | None = None
-        self._written: list[TokensWritten] = []
+        self._ready: deque[Piece] = deque()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces of text that no earlier iteration has given. Raises what ended the request."""
-        while (piece := await self._next_piece()) is not None:
-            if piece:
-                yield piece
+        """The answer's text, piece by piece, without its reasoning: `pieces` gives that too."""
+        async for piece in self.pieces():
+            if piece.kind is PieceKind.ANSWER:
+                yield piece.text
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces that no earlier iteration has taken, reasoning first. Raises what ended the request."""
+        while self._ready or await self._wait_for_more():
+            while self._ready:
+                yield self._ready.popleft()
 
     async def result(self) -> AnswerResult:
         """Wait for the end. Raises what ended the request, if it did not finish."""
-        async for _ in self:
+        async for _ in self.pieces():
             pass
         assert self._result is not None
         return self._result
@@ -315,11 +339,12 @@ class AsyncAnswer:
     ) -> None:
         self.cancel()
 
-    async def _next_piece(self) -> str | None:
+    async def _wait_for_more(self) -> bool:
+        """False when the answer is over."""
         if self._failure is not None:
             raise self._failure
         if self._result is not None:
-            return None
+            return False
         try:
             news = _reply(await self._news.get())
         except GearshiftError as error:
@@ -328,12 +353,11 @@ class AsyncAnswer:
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if isinstance(news, TokensWritten):
-            self._written.append(news)
-            return news.text
-        finished = _expect(news, Finished)
-        self._result = result_of(self.accepted, self._written, finished)
-        return finished.rest
+        written = news if isinstance(news, TokensWritten) else _expect(news, Finished)
+        self._ready.extend(pieces_of(written))
+        if isinstance(written, Finished):
+            self._result = result_of(self.accepted, written)
+        return True
 
 
 def _inbox() -> "tuple[asyncio.Queue[News], Callable[[News], None]]":

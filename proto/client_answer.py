@@ -27,6 +27,8 @@ from .errors import (
     StaleError,
     WorkerLostError,
 )
+from .generation_result import GenerationResult
+from .pieces import Piece, PieceKind
 from .reports import SampledToken
 
 _OWN_FIELDS = frozenset({"call", "text", "messages", "ids", "sampling"})
@@ -50,15 +52,19 @@ _ERRORS: dict[RefusalKind, type[GearshiftError]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerResult:
-    """`tokens` are ids; `facts` the request's story (prefill, shift, decode) as `gearshift run --json` tells it."""
+    """`tokens` are ids; `facts` the request's story: its prompt, shift and answer in seconds, and where they ran.
+
+    `reasoning` is what the model thought before it answered `messages`; `text` is then what came after it.
+    """
 
     text: str
+    reasoning: str
     tokens: tuple[int, ...]
     finish_reason: str
     prompt_tokens: int
     seed: int
-    sampled: tuple[SampledToken, ...]  # with logprobs; empty for an answer that was not streamed
-    facts: dict[str, Any]
+    sampled: tuple[SampledToken, ...]  # with logprobs where they were asked for
+    facts: GenerationResult
     start_seconds: float
     load_seconds: float
 
@@ -91,16 +97,27 @@ def build_generate(
     )
 
 
-def result_of(accepted: Accepted, written: Sequence[TokensWritten], finished: Finished) -> AnswerResult:
-    sampled = tuple(token for one in written for token in one.tokens)[: len(finished.tokens)]
+def pieces_of(news: TokensWritten | Finished) -> tuple[Piece, ...]:
+    """The text that a message brings, in order; no piece is empty."""
+    if isinstance(news, Finished):
+        reasoning, text = news.rest_of_reasoning, news.rest
+    else:
+        reasoning, text = news.reasoning, news.text
+    both = Piece(PieceKind.REASONING, reasoning), Piece(PieceKind.ANSWER, text)
+    return tuple(piece for piece in both if piece.text)
+
+
+def result_of(accepted: Accepted, finished: Finished) -> AnswerResult:
+    facts = finished.result
     return AnswerResult(
         text=finished.text,
-        tokens=finished.tokens,
-        finish_reason=finished.finish_reason,
+        reasoning=finished.reasoning,
+        tokens=tuple(token.token for token in facts.tokens),
+        finish_reason=facts.finish_reason,
         prompt_tokens=accepted.prompt_tokens,
         seed=accepted.seed,
-        sampled=sampled,
-        facts=finished.result,
+        sampled=facts.tokens,
+        facts=facts,
         start_seconds=finished.start_seconds,
         load_seconds=finished.load_seconds,
     )

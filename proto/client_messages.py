@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from .generation_result import GenerationResult
 from .ids import Layout, RequestId
 from .reports import SampledToken
 
@@ -28,6 +29,12 @@ class RefusalKind(StrEnum):
     SLOW_READER = "slow_reader"  # replies were not read: the client is dropped
     REQUEST_FAILED = "request_failed"  # this request alone
     GROUP_ENDED = "group_ended"  # a worker was lost: no request can be served any more
+
+
+class GroupState(StrEnum):
+    LOADING = "loading"  # requests for text are kept, plans and switches refused
+    SERVING = "serving"
+    FAILED = "failed"
 
 
 # Parts of messages
@@ -81,6 +88,21 @@ class LayoutStatus(Struct, frozen=True):
     epoch: int
 
 
+class ShiftStatus(Struct, frozen=True):
+    """Shifts since the start. `damaged`: commits that found bytes changed, those mended by sending once more included.
+
+    The others are requests that stayed in their layout: a rank `declined`, bytes were damaged twice (`given_up`), or
+    there was `no_room`; `last_reason` is of the latest such.
+    """
+
+    committed: int = 0
+    damaged: int = 0
+    declined: int = 0
+    given_up: int = 0
+    no_room: int = 0
+    last_reason: str = ""
+
+
 class RankPlan(Struct, frozen=True):
     """What one worker holds."""
 
@@ -112,8 +134,9 @@ class Greet(Request, frozen=True):
 class Generate(Request, frozen=True):
     """Answer a prompt, given by exactly one of `text`, `messages` and `ids`.
 
-    Answered by `Accepted`, then `TokensWritten` where `stream` is set, then `Finished` or `Failed`; or by `Refused`.
-    `max_tokens` None: up to the context's end. `plan_epoch`: refused as stale unless it is still the current one.
+    Answered by `Accepted` (by `Queued` before it, while the model loads), then `TokensWritten` where `stream` is set,
+    then `Finished` or `Failed`; or by `Refused`. Of an answer to `messages` the reasoning is told apart. `max_tokens`
+    None: up to the context's end. `plan_epoch`: refused as stale unless it is still the current one.
     """
 
     text: str | None = None
@@ -184,6 +207,13 @@ class Greeted(Reply, frozen=True):
     version: str
     model: str
     context_tokens: int
+    state: GroupState
+
+
+class Queued(Reply, frozen=True):
+    """A request for text that came while the model still loads: it is kept; `Accepted` or `Refused` follows."""
+
+    reason: str
 
 
 class Accepted(Reply, frozen=True):
@@ -197,23 +227,27 @@ class Accepted(Reply, frozen=True):
 
 
 class TokensWritten(Reply, frozen=True):
-    """Tokens of an answer, and the text that is certain since the last such message (it may be empty)."""
+    """Tokens of an answer, and the text that is certain since the last such message (it may be empty).
+
+    `reasoning` comes before `text`: it is what the model thinks before it answers `messages`, without its marks.
+    """
 
     request: RequestId
     first: int  # index of the first token in the answer
     tokens: tuple[SampledToken, ...]
     text: str
+    reasoning: str = ""
 
 
 class Finished(Reply, frozen=True):
-    """The whole answer: `text` in full, `result` with the story of the request as `gearshift run --json` tells it."""
+    """The whole answer: `text` and `reasoning` in full, `result` with the tokens and the story of the request."""
 
     request: RequestId
     text: str
     rest: str  # text after the last `TokensWritten`
-    tokens: tuple[int, ...]
-    finish_reason: str
-    result: dict[str, Any]
+    reasoning: str
+    rest_of_reasoning: str
+    result: GenerationResult
     start_seconds: float
     load_seconds: float
 
@@ -233,9 +267,9 @@ class Cancelled(Reply, frozen=True):
 
 
 class StatusReported(Reply, frozen=True):
-    """`state` is "serving", or "failed" with the cause in `failure`."""
+    """How the group is. `failure` has the cause where it has failed; while it loads no rank is known."""
 
-    state: str
+    state: GroupState
     failure: str
     model: str
     version: str
@@ -245,6 +279,8 @@ class StatusReported(Reply, frozen=True):
     queue: QueueStatus
     layouts: LayoutStatus
     ranks: tuple[RankStatus, ...]
+    shifts: ShiftStatus = ShiftStatus()
+    restarts: int = 0  # of the workers, after they were lost
 
 
 class Planned(Reply, frozen=True):
@@ -280,6 +316,6 @@ class GroupEnded(Reply, frozen=True):
 
 
 AnyReply: TypeAlias = (
-    Greeted | Accepted | TokensWritten | Finished | Failed | Cancelled | StatusReported | Planned | LayoutSet
+    Greeted | Queued | Accepted | TokensWritten | Finished | Failed | Cancelled | StatusReported | Planned | LayoutSet
     | Refused | GroupEnded
 )

@@ -18,6 +18,7 @@ from .client_messages import (
     Greet,
     Greeted,
     GroupEnded,
+    Queued,
     RefusalKind,
     Refused,
     TokensWritten,
@@ -96,7 +97,7 @@ class ClientWire:
             if not answered.wait(timeout_seconds):
                 raise ServerLostError(
                     f"nothing answers at {self._channel.address} within {timeout_seconds:g} s: no coordinator there, "
-                    "still loading, or its key file is another one"
+                    "or its key file is another one"
                 )
             if isinstance(news[0], Greeted):
                 return news[0]
@@ -142,7 +143,7 @@ class ClientWire:
             return
         with self._lock:
             entry = self._inboxes.get(reply.call)
-            if not isinstance(reply, Accepted | TokensWritten):
+            if not isinstance(reply, Queued | Accepted | TokensWritten):
                 self._inboxes.pop(reply.call, None)
         if entry is not None:
             entry[0](reply)

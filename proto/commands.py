@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from .ids import ComputeType, Layout, RequestId
+from .ids import ComputeType, Layout, RequestId, WeightSource
 from .kv import BundleTable, KvFormat
 from .model import ModelSpec
 from .placement.plan import Placement
@@ -35,6 +35,13 @@ class Redirect(Command, frozen=True):
     port: int
 
 
+class LinkOptions(Struct, frozen=True):
+    """For tests: `no_peer` as between cards without peer access; `bytes_per_second` as over a link no faster."""
+
+    no_peer: bool = False
+    bytes_per_second: float | None = None
+
+
 class OpenLinks(Command, frozen=True):
     """All ranks have joined: meet the others. `hosts[r]` names rank r's host; where all are equal, memory is shared.
 
@@ -43,6 +50,12 @@ class OpenLinks(Command, frozen=True):
 
     group: str
     hosts: tuple[str, ...]
+    start: int = 0  # how many groups this coordinator has had before
+    options: LinkOptions = LinkOptions()
+
+
+class ProbeMemory(Command, frozen=True):
+    """How much memory this rank's device has left now. Before a model is loaded; answered by `MemoryProbed`."""
 
 
 class LoadModel(Command, frozen=True):
@@ -57,22 +70,32 @@ class LoadModel(Command, frozen=True):
     max_chunk_tokens: int
 
 
-class MeasureCosts(Command, frozen=True):
-    """Time layers of the model on made-up rows. Answered by `CostsMeasured` from every rank.
+class UnloadModel(Command, frozen=True):
+    """Give up the loaded model and its memory; another `LoadModel` may follow."""
 
-    For each chunk length x (tokens) and cached depth L (tokens) the rank times its stage's layers, for `layout` as
-    asked; in the tensor layout all ranks run it together, collectives included.
+
+class MeasureCosts(Command, frozen=True):
+    """Time the model's layers on made-up rows, and the links. Answered by `CostsMeasured` from every rank.
+
+    Everything empty is left out. All ranks measure the same at the same time: `chunks` each for itself,
+    `tensor_chunks` (all layers under tensor parallelism) and `reduce_bytes` (all-reduces) together, `steps` both ways.
+    It writes over KV slots: with no request open.
     """
 
-    layout: Layout
-    points: tuple[tuple[int, int], ...]  # (cached tokens L, chunk tokens x)
+    chunks: tuple[tuple[int, int], ...] = ()  # (cached tokens L, chunk tokens x)
+    tensor_chunks: tuple[tuple[int, int], ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()  # (cached tokens of each request, requests)
+    reduce_bytes: tuple[int, ...] = ()
+    transfer_bytes: tuple[int, ...] = ()  # between neighbours, each way
+    host_copy_bytes: tuple[int, ...] = ()  # from host memory to the device; nothing on CPU
 
 
 class OpenRequest(Command, frozen=True):
     """A request begins. `prompt` holds all its ids (for penalties); KV slots are all granted now.
 
     Slots of the first `cached_tokens` positions hold their keys and values already, left there by an earlier request:
-    the first chunk starts behind them.
+    the first chunk starts behind them. The prompt's last `sampled` tokens were sampled for this request by a group
+    that is gone: the seed's random numbers go on behind theirs.
     """
 
     request: RequestId
@@ -81,6 +104,7 @@ class OpenRequest(Command, frozen=True):
     table: BundleTable  # slots in that layout
     sampling: SamplingParameters
     cached_tokens: int = 0
+    sampled: int = 0
 
 
 class Chunk(Struct, frozen=True):
@@ -142,6 +166,11 @@ class RunTick(Command, frozen=True):
     decode: tuple[Batch, ...] = ()  # at most one a layout
     moves: tuple[Move, ...] = ()
     frees: tuple[RequestId, ...] = ()
+    spans: bool = False  # report what was done when, for a trace
+
+
+class ReadClock(Command, frozen=True):
+    """Answered by `ClockRead` at once."""
 
 
 class PrepareShift(Command, frozen=True):
@@ -153,16 +182,39 @@ class PrepareShift(Command, frozen=True):
 
 
 class CommitShift(Command, frozen=True):
-    """All ranks accepted and all moves are in earlier ticks: from here on the request runs in `to`."""
+    """All ranks accepted and all moves are in earlier ticks: from here on the request runs in `to`.
+
+    Unless bytes arrived changed on some rank, which the ranks tell each other here: `ShiftCommitted` or `ShiftDamaged`,
+    the same from all.
+    """
 
     request: RequestId
     to: Layout
 
 
 class AbandonShift(Command, frozen=True):
-    """A rank declined: forget the target table; the request stays where it is."""
+    """A rank declined, or bytes arrived changed twice: forget the target table; the request stays where it is."""
 
     request: RequestId
+
+
+class PrepareMigration(Command, frozen=True):
+    """Migrating layers are to come to where `to` needs them; answered by `MigrationPrepared`. Nothing moves yet."""
+
+    to: Layout
+
+
+class MigrateWeights(Command, frozen=True):
+    """Bring the parts of these layers to where `to` needs them, and free what is not needed there: `WeightsMigrated`.
+
+    All ranks have accepted. What the log holds from here on runs these layers in `to` alone. Time and bytes count as
+    part of the shift to `to` that `request` has prepared, if any.
+    """
+
+    to: Layout
+    layers: tuple[int, ...]  # one whole group of proto/placement/migration.py
+    source: WeightSource
+    request: RequestId | None = None
 
 
 class HashKv(Command, frozen=True):
@@ -181,6 +233,7 @@ class Shutdown(Command, frozen=True):
 
 
 AnyCommand: TypeAlias = (
-    Welcome | Refuse | Redirect | OpenLinks | LoadModel | MeasureCosts | OpenRequest | RunTick | PrepareShift
-    | CommitShift | AbandonShift | HashKv | ReportMemory | Shutdown
+    Welcome | Refuse | Redirect | OpenLinks | ProbeMemory | LoadModel | UnloadModel | MeasureCosts | OpenRequest
+    | RunTick | ReadClock | PrepareShift | CommitShift | AbandonShift | PrepareMigration | MigrateWeights | HashKv
+    | ReportMemory | Shutdown
 )

@@ -10,7 +10,7 @@ from .visible_devices import DeviceRow
 
 FIELDS = (
     "index", "name", "uuid", "pci.bus_id", "driver_version", "memory.free", "pcie.link.gen.current",
-    "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max",
+    "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "display_active",
 )  # fmt: skip
 TIMEOUT_SECONDS = 30.0
 
@@ -25,6 +25,7 @@ class CardRow(Struct, frozen=True):
     link_generation_most: int | None
     link_width: int | None
     link_width_most: int | None
+    display: bool = False  # drives one
 
 
 def read_cards() -> tuple[CardRow, ...]:
@@ -49,12 +50,17 @@ def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:
             continue
         index, name, uuid, pci, driver, free_mebibytes = values[:6]
         free = _number(free_mebibytes)
+        generation, generation_most, width, width_most = (_number(value) for value in values[6:10])
         rows.append(
             CardRow(
                 DeviceRow(int(index), name, uuid, pci),
                 driver,
                 None if free is None else free << 20,
-                *(_number(value) for value in values[6:]),
+                generation,
+                generation_most,
+                width,
+                width_most,
+                display=values[10] == "Enabled",
             )
         )
     return tuple(rows)

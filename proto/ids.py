@@ -28,3 +28,10 @@ class KvType(StrEnum):
     F16 = "f16"
     BF16 = "bf16"
     Q8_0 = "q8_0"
+
+
+class WeightSource(StrEnum):
+    """Where a rank takes a part of a migrating layer from."""
+
+    PEER = "peer"  # the rank that had it, over the links
+    FILE = "file"  # the rank's own mapped model file

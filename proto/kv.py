@@ -5,11 +5,20 @@ from msgspec import Struct
 from .ids import KvType
 
 BLOCK_TOKENS = 64  # tokens in one block: a bundle holds one block
+LEAST_MOVED_BLOCKS = 16
 
 
 def block_count(tokens: int) -> int:
     """Blocks that hold `tokens` positions."""
     return -(-tokens // BLOCK_TOKENS)
+
+
+def most_moved_blocks(longest_chunk: int) -> int:
+    """Blocks of one request that a stage moves in one tick at most: what is copied and received is held meanwhile.
+
+    As many as the longest chunk completes, and the one it leaves unfinished; of a kept prefix no fewer than 16.
+    """
+    return max(LEAST_MOVED_BLOCKS, longest_chunk // BLOCK_TOKENS + 2)
 
 
 class KvFormat(Struct, frozen=True):

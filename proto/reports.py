@@ -1,5 +1,6 @@
 """What the workers tell the coordinator: one frozen class a message, names in the past tense."""
 
+from enum import StrEnum
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -28,12 +29,26 @@ class Hello(Report, frozen=True):
     option_digest: str = ""  # of the options that must be the same on all ranks
     version: str = ""  # of the package
     host_identity: str = ""  # equal for ranks that share memory and a network; "" is taken as `host`
+    free_bytes: int = 0  # of the device's memory, before this process took any of a card's; 0: not known
+    display: bool = False  # the card drives a display
+    pace: str = ""  # what its speed depends on beside the device: ranks alike in both are taken to be equally fast
 
 
 class Heartbeat(Report, frozen=True):
     """Sent by its own thread every second; `sequence` is the last tick finished, -1 before the first."""
 
     sequence: int
+
+
+class MemoryProbed(Report, frozen=True):
+    """Bytes of the rank's device: a card's, or on the CPU of its host, which the ranks there share.
+
+    `free_bytes` now, with links open and no model loaded. `process_bytes`: what this process holds there already (on
+    the CPU its anonymous memory; on a card 0: `Hello.free_bytes` less `free_bytes` tells it).
+    """
+
+    free_bytes: int
+    process_bytes: int
 
 
 class LoadProgress(Report, frozen=True):
@@ -53,11 +68,45 @@ class ModelLoaded(Report, frozen=True):
     kv_bytes: int
 
 
-class CostsMeasured(Report, frozen=True):
-    """Seconds of each point asked for, medians, in the order asked."""
+class KindSeconds(Struct, frozen=True):
+    """Seconds of one layer of a kind, in the order of the points asked for.
 
-    layout: Layout
-    seconds: tuple[float, ...]
+    `whole`: a chunk through one whole layer of this rank's stage, empty where that has none of this kind. `part`:
+    through the rank's own part, without collectives. `together`: under tensor parallelism with them. The same for steps.
+    """
+
+    layers: tuple[int, ...]  # all of the model's that are alike
+    whole: tuple[float, ...] = ()
+    part: tuple[float, ...] = ()
+    together: tuple[float, ...] = ()
+    whole_steps: tuple[float, ...] = ()
+    part_steps: tuple[float, ...] = ()
+    together_steps: tuple[float, ...] = ()
+
+
+class TransferSeconds(Struct, frozen=True):
+    """Bytes that went from one rank to another, as this end saw it."""
+
+    source: Rank
+    target: Rank
+    byte_count: int
+    seconds: float
+
+
+class CostsMeasured(Report, frozen=True):
+    """Best of a few passes. Step by step in the order of the steps asked for: `hops` makes a stage's result known to all, once a
+    stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
+    are whole steps as the device runs them by itself, empty where it does not.
+    """
+
+    kinds: tuple[KindSeconds, ...] = ()
+    hops: tuple[float, ...] = ()
+    tails: tuple[float, ...] = ()
+    heads: tuple[float, ...] = ()
+    device_steps: tuple[float, ...] = ()
+    reduces: tuple[float, ...] = ()
+    transfers: tuple[TransferSeconds, ...] = ()
+    host_copies: tuple[float, ...] = ()
 
 
 class SampledToken(Struct, frozen=True):
@@ -87,11 +136,39 @@ class Scores(Struct, frozen=True):
     logprobs: tuple[float, ...]
 
 
+class SpanKind(StrEnum):
+    """What a rank did for a while. The values are the names that a trace shows."""
+
+    WAIT = "wait"  # for a chunk's rows from the stage before; on the first stage they are looked up
+    CHUNK = "chunk"  # this stage's layers over a chunk
+    TENSOR_CHUNK = "tensor chunk"  # all layers' own parts over a chunk, collectives included
+    HEAD = "head"  # logits of a chunk that has left the last stage, and its sampling
+    DECODE = "decode"  # all steps of one batch in one tick
+    STEP = "step"  # one of them, inside a DECODE
+    MOVES_BEGIN = "moves begin"  # gathering what is sent, posting sends and receives
+    MOVES_END = "moves end"  # waiting for what is still under way, and putting it into its slots
+    MOVES = "moves"  # from MOVES_BEGIN's start to MOVES_END's end, beside all else of the tick
+
+
+class Span(Struct, frozen=True):
+    """One stretch of a rank's time. `start_seconds` is of the monotonic clock of its host.
+
+    `count`: a chunk's tokens, a batch's requests, or the blocks that move. `request` None: of several.
+    """
+
+    kind: SpanKind
+    start_seconds: float
+    seconds: float
+    request: RequestId | None = None
+    count: int = 0
+    layout: Layout | None = None  # of a batch, or of what moves: where to
+
+
 class TickFinished(Report, frozen=True):
     """Seconds are this rank's own. Tokens, logits and scores come from the sampler (rank S-1) alone.
 
     `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
-    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps.
+    chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
     """
 
     sequence: int
@@ -101,6 +178,13 @@ class TickFinished(Report, frozen=True):
     tokens: tuple[SampledToken, ...] = ()
     logits: tuple[LogitRows, ...] = ()
     scores: tuple[Scores, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+class ClockRead(Report, frozen=True):
+    """What this rank's monotonic clock shows, the clock of its spans. One host has one such clock."""
+
+    seconds: float
 
 
 class ShiftPrepared(Report, frozen=True):
@@ -122,6 +206,44 @@ class ShiftCommitted(Report, frozen=True):
     weight_bytes: int
 
 
+class DamagedMove(Struct, frozen=True):
+    """Blocks [first_block, end_block) of bundle (stage, part) that arrived changed."""
+
+    stage: int
+    part: int
+    first_block: int
+    end_block: int
+
+
+class ShiftDamaged(Report, frozen=True):
+    """Answers `CommitShift` where bytes arrived changed on some rank: every rank stays in the layout it was in.
+
+    Decode steps of the request that the log holds before the next `CommitShift` or `AbandonShift` are left out, on
+    all ranks alike. `moves` are those that this rank received.
+    """
+
+    request: RequestId
+    to: Layout
+    moves: tuple[DamagedMove, ...]
+
+
+class MigrationPrepared(Report, frozen=True):
+    """This rank can take part in a migration to `to`, or declines and says why."""
+
+    to: Layout
+    accepted: bool
+    reason: str = ""
+
+
+class WeightsMigrated(Report, frozen=True):
+    """The parts of these layers lie where `to` needs them, as far as this rank is concerned."""
+
+    to: Layout
+    layers: tuple[int, ...]
+    seconds: float
+    received_bytes: int  # sent by peers, or read from the file
+
+
 class KvHashed(Report, frozen=True):
     """`digests[i]` is (layer, kv head, part, hex digest over the rows in position order, keys then values).
 
@@ -134,11 +256,18 @@ class KvHashed(Report, frozen=True):
 
 
 class MemoryReported(Report, frozen=True):
-    """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory."""
+    """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory.
+
+    `planned_bytes` are weights and KV, which is what is tracked. On a card also what its driver says is free now
+    (`torch.cuda.mem_get_info`; `Hello.free_bytes` less it is what this process holds there) and the most that torch's
+    allocator has reserved; 0 on the CPU.
+    """
 
     planned_bytes: int
     peak_bytes: int
     anonymous_bytes: int
+    device_free_bytes: int = 0
+    device_reserved_bytes: int = 0
 
 
 class WorkerFailed(Report, frozen=True):
@@ -151,6 +280,7 @@ class WorkerFailed(Report, frozen=True):
 
 
 AnyReport: TypeAlias = (
-    Hello | Heartbeat | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ShiftPrepared
-    | ShiftCommitted | KvHashed | MemoryReported | WorkerFailed
+    Hello | Heartbeat | MemoryProbed | LoadProgress | ModelLoaded | CostsMeasured | TickFinished | ClockRead
+    | ShiftPrepared | ShiftCommitted | ShiftDamaged | MigrationPrepared | WeightsMigrated
+    | KvHashed | MemoryReported | WorkerFailed
 )

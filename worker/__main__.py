@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from .. import __version__
 from ..proto.channel import WorkerChannel
@@ -28,8 +28,11 @@ from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
 from .devices import find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
-from .host import host_identity
+from .host import cpu_name, host_identity
 from .lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from .faults import Fault
 
 WELCOME_TIMEOUT_SECONDS = 60.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -56,6 +59,9 @@ class Device:
     name: str
     description: str
     torch_version: str
+    free_bytes: int = 0
+    display: bool = False
+    pace: str = ""
 
 
 FindDevice: TypeAlias = Callable[[str, WorkerPlace], Device]
@@ -163,6 +169,9 @@ def _hello(place: WorkerPlace, group: str, device: Device, host_name: str) -> He
         option_digest=_option_digest(device),
         version=__version__,
         host_identity=host_identity(host_name),
+        free_bytes=device.free_bytes,
+        display=device.display,
+        pace=device.pace,
     )
 
 
@@ -208,7 +217,24 @@ def _find_device(wanted: str, place: WorkerPlace) -> Device:
     import torch  # late: see the module's docstring
 
     found = find_device(wanted, place.local_rank, place.local_world_size)
-    return Device(found.name, found.description, str(torch.__version__))
+    pace = _pace(found.name, place.rank)
+    return Device(found.name, found.description, str(torch.__version__), found.free_bytes, found.display, pace)
+
+
+def _pace(device_name: str, rank: Rank) -> str:
+    """What the speed of a device of this name depends on beside it; a fault for tests among it."""
+    from . import faults  # late: it imports torch
+
+    slowness = faults.FaultHooks(_faults_on_demand(), rank).slowness
+    slowed = (f"slowed {slowness:g} times",) if slowness > 1.0 else ()
+    threads = (cpu_name(), f"{os.environ.get(THREAD_VARIABLES[0], 'all')} threads") if device_name == "cpu" else ()
+    return ", ".join((*threads, *slowed))
+
+
+def _faults_on_demand() -> "tuple[Fault, ...]":
+    from . import faults  # late: it imports torch
+
+    return faults.parse_faults(os.environ.get(faults.VARIABLE, ""))
 
 
 def _run_loop(
@@ -216,7 +242,7 @@ def _run_loop(
 ) -> None:
     from . import loop  # late: it imports torch
 
-    loop.run(channel, rank, world_size, device_name, progress, model_path)
+    loop.run(channel, rank, world_size, device_name, progress, model_path, _faults_on_demand())
 
 
 if __name__ == "__main__":

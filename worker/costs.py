@@ -2,11 +2,13 @@
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 
 from ..proto.commands import MeasureCosts
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
@@ -14,56 +16,217 @@ from ..proto.kv import block_count
 from ..proto.model import ModelSpec
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
-from ..proto.reports import CostsMeasured
+from ..proto.reports import CostsMeasured, KindSeconds
+from ..proto.sampling import SamplingParameters
 from .kv import KvStore, SlotRun
+from .link_costs import host_copy_seconds, reduce_seconds, transfer_seconds
+from .links.open import Links
 from .model.decoder import Decoder, Segment
+from .model.steps import Steps
 from .requests import RequestState
+from .sampling import Sampler
+from .timing import Stopwatch
 
 REPEATS = 3
+SAMPLED_LAYERS = 4  # of a kind: their weights together are more than a cache keeps from pass to pass
+DEVICE_STEPS = 8  # timed at once
+PASSES_UNTIL_CAPTURED = 2  # of a chunk on a GPU; only then does it run as it does in use
+
+Points = Sequence[tuple[int, int]]
 
 
-def measure(
-    command: MeasureCosts, spec: ModelSpec, placement: Placement, rank: Rank, decoder: Decoder, kv: KvStore,
-    device: torch.device,
-) -> CostsMeasured:
-    """Seconds of a pass of x rows after L cached ones through this stage (layer layout) or all layers (tensor)."""
-    layers = tuple(placement.stages[rank] if command.layout is Layout.LAYER else range(len(spec.layers)))
-    kinds = _kinds(spec, layers)
-    seconds = []
-    for cached, rows in command.points:
-        state = _made_up_request(command.layout, placement, rank, kv, cached + rows, device)
-        hidden_TD = torch.randn(rows, spec.hidden, device=device)
-        segments = [Segment(state, 0, rows, cached)]
-        total = 0.0
-        for layer, count in kinds:
-            passes = []
-            for _ in range(1 + REPEATS):
-                started = time.perf_counter()
-                decoder.layers(hidden_TD, (layer,), command.layout, segments)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                passes.append(time.perf_counter() - started)
-            total += statistics.median(passes[1:]) * count
-        seconds.append(total)
-    return CostsMeasured(rank, command.layout, tuple(seconds))
+class CostMeter:
+    """Measures on one rank of a loaded model."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, rank: Rank, decoder: Decoder, kv: KvStore, links: Links,
+        sampler: Sampler | None, steps: Steps | None,
+    ) -> None:  # fmt: skip
+        """`steps`: a device's own way to run decode steps; what they take is then timed as they really run."""
+        self._spec, self._placement, self._rank = spec, placement, rank
+        self._decoder, self._kv, self._links = decoder, kv, links
+        self._sampler, self._steps, self._device = sampler, steps, links.device
+        self._watch = Stopwatch(links.device, links.tensor)
+        self._requests = 0
+
+    def measure(self, command: MeasureCosts) -> CostsMeasured:
+        """All that the command asks for; every rank at the same time, in this order."""
+        self._clear_slots(command)
+        kinds = layer_kinds(self._spec, self._placement, self._device)
+        links, watch, batches = self._links, self._watch, [batch for _, batch in command.steps]
+        return CostsMeasured(
+            self._rank,
+            kinds=tuple(self._kind(layers, command) for layers in kinds),
+            hops=_each_once(batches, self._hop),
+            tails=_each_once(batches, self._tail),
+            heads=_each_once(batches, lambda batch: watch.alone(partial(self._decoder.head, self._rows(batch)))),
+            device_steps=self._device_steps(command.steps),
+            reduces=reduce_seconds(links, watch, command.reduce_bytes),
+            transfers=transfer_seconds(links, watch, command.transfer_bytes),
+            host_copies=host_copy_seconds(self._device, watch, command.host_copy_bytes),
+        )
+
+    def _kind(self, layers: tuple[int, ...], command: MeasureCosts) -> KindSeconds:
+        """Each rank alone first, then what all do together. Parts that a shift would bring first are not timed."""
+        migrating, stage = self._placement.migrating, self._placement.stages[self._rank]
+        cut = [layer for layer in layers if layer not in migrating]
+        staged = [layer for layer in cut if layer in stage] or [layer for layer in layers if layer in stage]
+        alone, all_ranks = self._watch.alone, self._watch.together
+        whole, own = self._decoder, self._decoder.without_collectives()
+        device_runs_steps = self._steps is not None
+        return KindSeconds(
+            layers=layers,
+            whole=self._chunks(whole, staged, Layout.LAYER, command.chunks, alone),
+            part=self._chunks(own, cut, Layout.TENSOR, command.chunks, alone),
+            together=self._chunks(whole, cut, Layout.TENSOR, command.tensor_chunks, all_ranks),
+            whole_steps=self._layer_steps(whole, staged, Layout.LAYER, command.steps, alone),
+            part_steps=self._own_steps(own, cut, command.steps),
+            together_steps=()
+            if device_runs_steps
+            else self._layer_steps(whole, cut, Layout.TENSOR, command.steps, all_ranks),
+        )
+
+    def _chunks(
+        self, decoder: Decoder, layers: Sequence[int], layout: Layout, points: Points,
+        timed: Callable[[Callable[[], object]], float],
+    ) -> tuple[float, ...]:  # fmt: skip
+        """Seconds of one layer, each pass through another one of the kind."""
+        if not layers:
+            return ()
+        seconds = []
+        for cached, rows in points:
+            segments = [Segment(self._made_up(layout, cached + rows), 0, rows, cached)]
+            hidden_TD = self._rows(rows)
+            if self._device.type == "cuda":
+                some = _sampled(layers)
+                run = partial(decoder.layers, hidden_TD, some, layout, segments)
+                for _ in range(PASSES_UNTIL_CAPTURED):
+                    run()
+                seconds.append(timed(run) / len(some))
+                continue
+            turn = cycle(_sampled(layers))
+            seconds.append(timed(lambda: decoder.layers(hidden_TD, (next(turn),), layout, segments)))  # noqa: B023
+        return tuple(seconds)
+
+    def _layer_steps(
+        self, decoder: Decoder, layers: Sequence[int], layout: Layout, points: Points,
+        timed: Callable[[Callable[[], object]], float],
+    ) -> tuple[float, ...]:  # fmt: skip
+        """Seconds of one layer in a decode step, some layers of the kind after one another."""
+        if not layers:
+            return ()
+        seconds, some = [], _sampled(layers)
+        for cached, batch in points:
+            states = [self._made_up(layout, cached + 1) for _ in range(batch)]
+            segments = [Segment(state, row, 1, cached) for row, state in enumerate(states)]
+            run = partial(decoder.layers, self._rows(batch), some, layout, segments)
+            seconds.append(timed(run) / len(some))
+        return tuple(seconds)
+
+    def _own_steps(self, own: Decoder, layers: Sequence[int], points: Points) -> tuple[float, ...]:
+        if self._steps is None:
+            return self._layer_steps(own, layers, Layout.TENSOR, points, self._watch.alone)
+        if not layers:
+            return ()
+        from .device_costs import own_product_seconds  # late: its kernels need a GPU's compiler
+
+        some = [own.weights.layers[layer] for layer in _sampled(layers)]
+        return tuple(own_product_seconds(some, batch, self._device, self._watch) for _, batch in points)
+
+    def _hop(self, batch: int) -> float:
+        """A step's rows made known to all ranks."""
+        rows = self._rows(batch)
+        return self._watch.together(lambda: self._links.tensor.broadcast(rows, root=0))
+
+    def _tail(self, batch: int) -> float:
+        """From a step's last rows to the chosen ids on every rank."""
+        states, rows = [self._made_up(Layout.TENSOR, 1) for _ in range(batch)], self._rows(batch)
+        if self._sampler is None:
+            return self._watch.together(lambda: self._choose(states, rows))
+        for state in states:
+            self._sampler.open(state.request, SamplingParameters(temperature=0.0), (0,))
+        seconds = self._watch.together(lambda: self._choose(states, rows))
+        for state in states:
+            self._sampler.close(state.request)
+        return seconds
+
+    def _choose(self, states: Sequence[RequestState], hidden_BD: Tensor) -> None:
+        last, widths = self._placement.ranks - 1, [len(rows) for rows in self._placement.vocab]
+        parts = self._links.tensor.gather(self._decoder.head(hidden_BD), root=last, widths=widths)
+        ids_B = torch.zeros(len(states), dtype=torch.int64)
+        if self._sampler is not None and parts is not None:
+            logits_BV = torch.cat(parts, dim=-1).cpu()
+            for row, state in enumerate(states):
+                ids_B[row] = self._sampler.choose(state.request, logits_BV[row]).token
+        self._links.tensor.broadcast(ids_B.to(self._device), root=last)
+
+    def _device_steps(self, points: Points) -> tuple[float, ...]:
+        """Whole steps as the device runs them: captured first, then some at once."""
+        if self._steps is None:
+            return ()
+        seconds = []
+        for cached, batch in points:
+            states = [self._made_up(Layout.TENSOR, cached + DEVICE_STEPS) for _ in range(batch)]
+            run = partial(self._steps.run, states, [cached] * batch)
+            for _ in range(2):  # compiles, then captures
+                run(1)
+            seconds.append(self._watch.together(partial(run, DEVICE_STEPS)) / DEVICE_STEPS)
+        return tuple(seconds)
+
+    def _made_up(self, layout: Layout, tokens: int) -> RequestState:
+        """A request whose blocks all lie in the arena's first slots, over and over: it needs no contents of its own."""
+        self._requests += 1  # ids of their own, below all real ones: a device may keep tables by id
+        slots = self._kv.arena.shape[0]
+        blocks = range(block_count(tokens)) if slots else range(0)
+        run = SlotRun.of(tuple(block % slots for block in blocks), self._device)
+        bundles = held_bundles(self._placement, self._rank, layout)
+        return RequestState(
+            RequestId(-self._requests), layout, dict.fromkeys(bundles, run), greedy=True, last_token=0
+        )
+
+    def _clear_slots(self, command: MeasureCosts) -> None:
+        """Zeros where made-up requests read: what lay there need not be numbers, and some of those are slow."""
+        points = (*command.chunks, *command.tensor_chunks, *((cached, DEVICE_STEPS) for cached, _ in command.steps))
+        self._kv.arena[: max((block_count(cached + rows) for cached, rows in points), default=0)].zero_()
+
+    def _rows(self, rows: int) -> Tensor:
+        return torch.randn(rows, self._spec.hidden, device=self._device)
 
 
-def _kinds(spec: ModelSpec, layers: Sequence[int]) -> list[tuple[int, int]]:
-    """(a layer, how many are like it): alike in facts; parts that differ by a rounded head count as alike."""
-    counts = Counter(spec.layers[layer] for layer in layers)
-    first = {spec.layers[layer]: layer for layer in reversed(layers)}
-    return [(first[facts], count) for facts, count in counts.items()]
+def _each_once(batches: Sequence[int], timed: Callable[[int], float]) -> tuple[float, ...]:
+    """In the order of `batches`, each size timed once: cached tokens make no difference here."""
+    seconds = {batch: timed(batch) for batch in dict.fromkeys(batches)}
+    return tuple(seconds[batch] for batch in batches)
 
 
-def _made_up_request(
-    layout: Layout, placement: Placement, rank: Rank, kv: KvStore, tokens: int, device: torch.device
-) -> RequestState:
-    """A request whose blocks all lie in the arena's first slots, over and over: timing needs no contents of its own."""
-    slots = kv.arena.shape[0]
-    blocks = block_count(tokens)
-    run = SlotRun.of(tuple(block % slots for block in range(blocks)), device) if slots else SlotRun.of((), device)
-    bundles = held_bundles(placement, rank, layout)
-    return RequestState(RequestId(-1), layout, dict.fromkeys(bundles, run))
+def layer_kinds(spec: ModelSpec, placement: Placement, device: torch.device) -> tuple[tuple[int, ...], ...]:
+    """The layers, those alike together: in facts, in whether they are cut, and on a GPU in their matrices' types.
+
+    On CPU matrices are held in one type; parts that differ by a rounded head count are alike.
+    """
+    types: dict[int, list[tuple[str, str]]] = {}
+    if device.type == "cuda":
+        for name, tensor in spec.tensors.items():
+            if name.startswith("blk."):
+                _, number, part = name.split(".", 2)
+                types.setdefault(int(number), []).append((part, tensor.type_name))
+    kinds: dict[object, list[int]] = {}
+    for layer, facts in enumerate(spec.layers):
+        key = (facts, _whole_owner(placement, layer), tuple(sorted(types.get(layer, ()))))
+        kinds.setdefault(key, []).append(layer)
+    return tuple(tuple(layers) for layers in kinds.values())
+
+
+def _whole_owner(placement: Placement, layer: int) -> int | None:
+    parts = placement.layers[layer].parts
+    owners = [rank for rank, part in enumerate(parts) if len(part.query) or len(part.feed_forward)]
+    return owners[0] if len(owners) == 1 else None
+
+
+def _sampled(layers: Sequence[int]) -> tuple[int, ...]:
+    """Some of the layers, spread evenly."""
+    count = min(SAMPLED_LAYERS, len(layers))
+    return tuple(layers[index * len(layers) // count] for index in range(count))
 
 
 def faster_compute_type(hidden: int, feed_forward: int) -> ComputeType:

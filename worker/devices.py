@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..proto.device_table import read_cards
 from ..proto.errors import InputError
+from ..proto.host_memory import free_memory_bytes
 from ..proto.visible_devices import VARIABLE, DeviceRow, device_of_rank, visible_devices
 
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
@@ -13,10 +14,12 @@ ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
-    """`name` as torch takes it; `description` says which card that is."""
+    """`name` as torch takes it; `description` says which card that is. `free_bytes`: before torch took any of it."""
 
     name: str
     description: str
+    free_bytes: int = 0  # 0: not known
+    display: bool = False
 
 
 def number_devices_by_bus() -> None:
@@ -27,9 +30,14 @@ def number_devices_by_bus() -> None:
 def find_device(wanted: str, local_rank: int, local_ranks: int) -> ChosenDevice:
     """`wanted`: "cpu", "cuda" or "auto". `InputError` where the visible cards are not what the ranks need."""
     if wanted == "cpu":
-        return ChosenDevice("cpu", "cpu")
-    table = tuple(card.device for card in read_cards())
-    return choose_device(wanted, local_rank, local_ranks, os.environ, table, _torchs_devices)
+        return ChosenDevice("cpu", "cpu", free_memory_bytes())
+    cards = read_cards()
+    table = tuple(card.device for card in cards)
+    chosen = choose_device(wanted, local_rank, local_ranks, os.environ, table, _torchs_devices)
+    if chosen.name == "cpu":
+        return replace(chosen, free_bytes=free_memory_bytes())
+    card = next((card for card in cards if card.device.uuid in chosen.description), None)
+    return chosen if card is None else replace(chosen, free_bytes=card.free_bytes or 0, display=card.display)
 
 
 def choose_device(

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.commands import Batch, BatchEntry, Chunk
-from ..proto.ids import Layout, Rank
+from ..proto.ids import Layout, Rank, RequestId
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
-from ..proto.reports import LogitRows, SampledToken, Scores
+from ..proto.reports import LogitRows, SampledToken, Scores, Span, SpanKind
 from .links.open import Links
 from .model.decoder import Decoder, Segment
 from .model.steps import Embed, Steps
@@ -39,6 +40,15 @@ class TickOutput:
     tokens: list[SampledToken] = field(default_factory=list)
     logits: list[LogitRows] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    spans: list[Span] | None = None  # None: nobody asked for them
+
+    def note(
+        self, kind: SpanKind, started: float, finished: float, request: RequestId | None = None, count: int = 0,
+        layout: Layout | None = None,
+    ) -> None:  # fmt: skip
+        """What was done from one time of the monotonic clock to another."""
+        if self.spans is not None:
+            self.spans.append(Span(kind, started, finished - started, request, count, layout))
 
 
 class Engine:
@@ -76,6 +86,8 @@ class Engine:
         finished = time.monotonic()
         output.busy_seconds += finished - received
         output.waiting_seconds += received - started
+        output.note(SpanKind.WAIT, started, received, chunk.request, len(chunk.tokens))
+        output.note(SpanKind.CHUNK, received, finished, chunk.request, len(chunk.tokens))
         return hidden_TD
 
     def tensor_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:
@@ -84,7 +96,9 @@ class Engine:
         layers = range(len(self._spec.layers))
         hidden_TD = self._decoder.layers(self._embed(chunk.tokens), layers, Layout.TENSOR, [self._segment(chunk)])
         self._settle()
-        output.busy_seconds += time.monotonic() - started
+        finished = time.monotonic()
+        output.busy_seconds += finished - started
+        output.note(SpanKind.TENSOR_CHUNK, started, finished, chunk.request, len(chunk.tokens))
         return hidden_TD
 
     def finish_chunk(self, chunk: Chunk, hidden_TD: Tensor | None, layout: Layout, output: TickOutput) -> None:
@@ -92,6 +106,7 @@ class Engine:
 
         `hidden_TD` is None on ranks that do not hold the last stage's result.
         """
+        started = time.monotonic()
         if chunk.logits:
             self._report_logits(chunk, self._wanted_rows(chunk, hidden_TD, layout, range(len(chunk.tokens))), output)
         if chunk.targets:
@@ -100,18 +115,29 @@ class Engine:
         if chunk.sample:
             last_1D = self._wanted_rows(chunk, hidden_TD, layout, [len(chunk.tokens) - 1])
             self._sample([self._requests[chunk.request]], self._gathered_logits(last_1D), output)
+        output.note(SpanKind.HEAD, started, time.monotonic(), chunk.request, len(chunk.tokens), layout)
 
     def decode(self, batch: Batch, output: TickOutput) -> None:
-        """The batch's decode steps, one after another."""
+        """The batch's decode steps, one after another; void requests are left out, on all ranks alike."""
+        if any(self._requests[entry.request].void for entry in batch.entries):
+            entries = tuple(entry for entry in batch.entries if not self._requests[entry.request].void)
+            if not entries:
+                return
+            batch = replace(batch, entries=entries)
         started = time.monotonic()
         states = [self._requests[entry.request] for entry in batch.entries]
+        only = batch.entries[0].request if len(batch.entries) == 1 else None
         device_steps = self._device_steps_for(batch, states)
         if device_steps is not None and _chosen_inside(batch, states):
             self._greedy_steps(device_steps, batch, states, output)
         else:
             for step in range(batch.steps):
+                begun = time.monotonic()
                 self._decode_step(batch, states, step, device_steps, output)
-        output.decode_seconds += time.monotonic() - started
+                output.note(SpanKind.STEP, begun, time.monotonic(), only, len(states), batch.layout)
+        finished = time.monotonic()
+        output.decode_seconds += finished - started
+        output.note(SpanKind.DECODE, started, finished, only, len(states), batch.layout)
 
     def _device_steps_for(self, batch: Batch, states: list[RequestState]) -> Steps | None:
         """The device's own steps, where they can run this batch: the same answer on every rank."""

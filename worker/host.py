@@ -1,4 +1,4 @@
-"""Which ranks share memory and a network with each other."""
+"""What tells hosts apart: which ranks share memory and a network with each other, and which CPU they have."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _SHARED_MEMORY = Path("/dev/shm")
+_CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def host_identity(host_name: str) -> str:
@@ -14,6 +15,15 @@ def host_identity(host_name: str) -> str:
     Where a part cannot be read it is left out: then a name of its own (`--host-name`) tells hosts apart.
     """
     return "/".join((host_name, _boot_id(), _shared_memory(), _network()))
+
+
+def cpu_name() -> str:
+    """The processor as Linux calls it; "" where that is not told."""
+    try:
+        lines = _CPU_FACTS.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _boot_id() -> str:

@@ -130,9 +130,10 @@ class KvStore:
         for head in range(keys.shape[1]):
             yield head, keys[:, head].flatten(0, 1)[:tokens], values[:, head].flatten(0, 1)[:tokens]
 
-    def take_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int) -> Tensor:
-        """Whole bundles of blocks [first, end) as one flat uint8 tensor."""
-        return self.arena[run.index[first:end], : self.bundle_bytes[bundle]].flatten()
+    def take_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int, into: Tensor) -> None:
+        """Whole bundles of blocks [first, end) into a flat uint8 tensor of just their bytes."""
+        bundles_of_slots = self.arena[:, : self.bundle_bytes[bundle]]
+        torch.index_select(bundles_of_slots, 0, run.index[first:end], out=into.view(end - first, -1))
 
     def put_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int, data: Tensor) -> None:
         """The inverse of `take_blocks`."""

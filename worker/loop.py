@@ -1,7 +1,9 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -15,35 +17,64 @@ from ..proto.commands import (
     HashKv,
     LoadModel,
     MeasureCosts,
+    MigrateWeights,
+    Move,
     OpenLinks,
     OpenRequest,
+    PrepareMigration,
     PrepareShift,
+    ProbeMemory,
+    ReadClock,
     Redirect,
     Refuse,
     ReportMemory,
     RunTick,
     Shutdown,
+    UnloadModel,
     Welcome,
 )
 from ..proto.errors import ProtocolError
 from ..proto.ids import ComputeType, KvType, Layout, Rank
 from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
-from ..proto.reports import AnyReport, LoadProgress, MemoryReported, ModelLoaded, TickFinished
-from .costs import faster_compute_type, measure
+from ..proto.placement.migration import migration, peak_bytes
+from ..proto.reports import (
+    AnyReport,
+    ClockRead,
+    LoadProgress,
+    MemoryReported,
+    ModelLoaded,
+    SpanKind,
+    TickFinished,
+    WeightsMigrated,
+)
+from .costs import CostMeter, faster_compute_type
 from .device_check import check_device
 from .engine import Engine, TickOutput, finished_chunk
+from .faults import Fault, FaultHooks
 from .heartbeat import Progress
 from .kv import KvStore
 from .links.open import Links, open_links
-from .memory import MemoryLedger, anonymous_bytes
+from .memory import (
+    MemoryLedger,
+    anonymous_bytes,
+    device_free_bytes,
+    device_reserved_bytes,
+    probe,
+    return_freed_memory,
+    usable_bytes,
+)
 from .model.decoder import Decoder
+from .model.slowed_decoder import SlowedDecoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
 from .shift import Shifter
 from .weights.files_here import files_here
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
+from .weights.moving import MovingParts
+from .weights.part_store import DenseStore, PartStore
+from .weights.plane_store import PlaneStore
 
 POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
 PROGRESS_SECONDS = 0.2  # between two load reports
@@ -52,7 +83,13 @@ DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
 
 
 def run(
-    channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
+    channel: WorkerChannel,
+    rank: int,
+    world_size: int,
+    device_name: str,
+    progress: Progress,
+    model_path: str,
+    faults: tuple[Fault, ...] = (),
 ) -> None:
     """Serve commands until `Shutdown`. `model_path` is where the model lies here; "": where the coordinator has it."""
     if (meeting := _await_links(channel)) is None:
@@ -61,7 +98,11 @@ def run(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
     local = len(set(meeting.hosts)) == 1
-    opening = open_links(rank, world_size, device, meeting.group, local=local, coordinator=channel.address)
+    hooks = FaultHooks(faults, rank, meeting.start)
+    opening = open_links(
+        rank, world_size, device, meeting.group, local=local, coordinator=channel.address, options=meeting.options,
+        spoilt=hooks.spoilt_pairs,
+    )  # fmt: skip
     with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
         while True:
@@ -75,9 +116,20 @@ def run(
                     if model is not None:
                         model.close()
                     here = replace(command, spec=files_here(command.spec, model_path))
-                    model = load_model(here, Rank(rank), links, device, channel)
+                    model = load_model(here, Rank(rank), links, device, channel, hooks)
+                case UnloadModel():
+                    if model is not None:
+                        model.close()
+                    model = None
+                    return_freed_memory()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
+                case ReadClock():
+                    channel.send(ClockRead(Rank(rank), time.monotonic()))
+                case ProbeMemory():
+                    channel.send(probe(Rank(rank), device))
                 case _ if model is None:
                     raise ProtocolError(f"{type(command).__name__} came before LoadModel")
                 case _:
@@ -113,19 +165,22 @@ class LoadedModel:
     decoder: Decoder
     engine: Engine
     shifter: Shifter
+    moving: MovingParts
     requests: OpenRequests
     sampler: Sampler | None
+    faults: FaultHooks
     ledger: MemoryLedger
     planned_bytes: int
     device: torch.device
+    costs: CostMeter
 
     def close(self) -> None:
         """Unmap the files; another model may follow."""
         self.files.close()
 
     def handle(
-        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | HashKv | ReportMemory"
-        " | MeasureCosts",
+        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | PrepareMigration"
+        " | MigrateWeights | HashKv | ReportMemory | MeasureCosts",
     ) -> AnyReport | None:
         """Run one command; what it is answered with."""
         match command:
@@ -135,7 +190,7 @@ class LoadedModel:
                 self.requests.open(command.request, command.layout, command.table)
                 self.requests[command.request].greedy = is_plain_greedy(command.sampling)
                 if self.sampler is not None:
-                    self.sampler.open(command.request, command.sampling, command.prompt)
+                    self.sampler.open(command.request, command.sampling, command.prompt, command.sampled)
                 return None
             case PrepareShift():
                 return self.shifter.prepare(command)
@@ -144,31 +199,52 @@ class LoadedModel:
             case AbandonShift():
                 self.shifter.abandon(self.requests[command.request])
                 return None
+            case PrepareMigration():
+                return self.moving.prepare(command)
+            case MigrateWeights():
+                return self._migrate(command)
             case HashKv():
                 return self.shifter.hash_kv(command)
             case ReportMemory():
-                return MemoryReported(self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes())
+                return MemoryReported(
+                    self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes(),
+                    device_free_bytes(self.device), device_reserved_bytes(self.device),
+                )  # fmt: skip
             case MeasureCosts():
-                spec, placement = self.load.spec, self.load.placement
-                return measure(command, spec, placement, self.rank, self.decoder, self.kv, self.device)
+                return self.costs.measure(command)
             case _:
                 assert_never(command)
 
+    def _migrate(self, command: MigrateWeights) -> WeightsMigrated:
+        report = self.moving.migrate(command)
+        shift = None if command.request is None else self.requests[command.request].shift
+        if shift is not None and shift.to is command.to:
+            shift.move_seconds += report.seconds
+            shift.weight_bytes += report.received_bytes
+        return report
+
     def _run_tick(self, tick: RunTick) -> TickFinished:
-        output = TickOutput()
+        self.faults.tick_begins(tick.sequence)
+        for layout in _layouts(tick):
+            self.moving.check(layout)
+        output = TickOutput(spans=[] if tick.spans else None)
+        started = time.monotonic()
         moves = self.shifter.start_moves(tick.moves)
+        posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
         self._run_chunks(tick, output)
         for batch in tick.decode:
             self.engine.decode(batch, output)
+        computed = time.monotonic()
         moves.finish()
+        _note_moves(tick.moves, output, started, posted, computed)
         for request in tick.frees:
             self.requests.close(request)
             if self.sampler is not None:
                 self.sampler.close(request)
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
-            tuple(output.tokens), tuple(output.logits), tuple(output.scores),
+            tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
         )
 
     def _run_chunks(self, tick: RunTick, output: TickOutput) -> None:
@@ -183,8 +259,34 @@ class LoadedModel:
             self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
 
 
+def _layouts(tick: RunTick) -> set[Layout]:
+    """In which layouts the tick has work."""
+    layouts = {batch.layout for batch in tick.decode}
+    if any(tick.chunk_of_stage):
+        layouts.add(Layout.LAYER)
+    if tick.tensor_chunk is not None:
+        layouts.add(Layout.TENSOR)
+    return layouts
+
+
+def _note_moves(
+    moves: Sequence[Move], output: TickOutput, started: float, posted: float, computed: float
+) -> None:
+    if not moves:
+        return
+    finished = time.monotonic()
+    request = moves[0].request if len({move.request for move in moves}) == 1 else None
+    blocks = sum(move.end_block - move.first_block for move in moves)
+    for kind, first, last in (
+        (SpanKind.MOVES_BEGIN, started, posted),
+        (SpanKind.MOVES_END, computed, finished),
+        (SpanKind.MOVES, started, finished),
+    ):
+        output.note(kind, first, last, request, blocks, moves[0].to)
+
+
 def load_model(
-    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel
+    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel, faults: FaultHooks
 ) -> LoadedModel:
     """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
     started = time.monotonic()
@@ -195,12 +297,18 @@ def load_model(
     dtype = DTYPES[compute_type]
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()
-    weight_bytes = memory.weight_bytes(spec, placement, rank, dtype.itemsize)
+    holding = memory.holding_on(device.type, compute_type)
+    weight_bytes = peak_bytes(spec, placement, rank, holding)
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
     loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
     weights = loader.load()
+    ways = {to: migration(spec, placement, to, holding) for to in Layout}
+    store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
+    if loader.quantised is not None and placement.migrating:
+        make = loader.quantised.of_pieces
+        store = PlaneStore(spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device)
     # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
@@ -216,6 +324,10 @@ def load_model(
         )  # fmt: skip
         decoder: Decoder = parts.decoder
         steps, embed = parts.steps, parts.decoder.embed
+    elif faults.slowness > 1.0:
+        decoder = SlowedDecoder(
+            spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, faults.slowness
+        )
     else:
         decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
     sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
@@ -228,8 +340,11 @@ def load_model(
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
         engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
-        shifter=Shifter(placement, rank, kv, links, requests), requests=requests, sampler=sampler, ledger=ledger,
+        shifter=Shifter(placement, rank, kv, links, requests, faults),
+        moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device)), requests=requests,
+        sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
+        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps),
     )
 
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..proto.host_memory import free_memory_bytes
+from ..proto.ids import Rank
+from ..proto.reports import MemoryProbed
+
 
 @dataclass(slots=True)
 class MemoryLedger:
@@ -39,6 +43,35 @@ def anonymous_bytes() -> int:
     except OSError:
         return 0
     return 0
+
+
+def probe(rank: Rank, device: torch.device) -> MemoryProbed:
+    """What the rank's device has left, and what this process holds of it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier model left is free
+        return MemoryProbed(rank, device_free_bytes(device), 0)
+    return MemoryProbed(rank, free_memory_bytes(), anonymous_bytes())
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """What a card's driver says is free; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes
+
+
+def device_reserved_bytes(device: torch.device) -> int:
+    """The most that torch's allocator has had of a card; 0 on the CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process could still allocate: what is free, and what torch's allocator has and does not use."""
+    if device.type != "cuda":
+        return free_memory_bytes()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return device_free_bytes(device) + unused
 
 
 def return_freed_memory() -> None:

@@ -9,6 +9,7 @@ from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
+from ..proto.reports import DamagedMove
 from .kv import Bundle, SlotRun
 
 
@@ -18,8 +19,10 @@ class ShiftInProgress:
 
     to: Layout
     slots: dict[Bundle, SlotRun]
+    checked: list[tuple[DamagedMove, torch.Tensor]] = field(default_factory=list)  # each with bool [1]: arrived as sent
     move_seconds: float = 0.0
     received_bytes: int = 0
+    weight_bytes: int = 0  # received by migrations that count as part of this shift
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class RequestState:
     last_token: int = -1
     sampled_at_seconds: float = 0.0  # monotonic clock of this rank
     shift: ShiftInProgress | None = None
+    void: bool = False  # a commit found damage: its decode steps are left out until the shift is made or abandoned
 
 
 @dataclass(slots=True)

@@ -72,9 +72,10 @@ class TokenCounts:
 class RequestSampler:
     """One request's chain, its counts and its random numbers."""
 
-    def __init__(self, parameters: SamplingParameters, prompt: Sequence[int]) -> None:
+    def __init__(self, parameters: SamplingParameters, prompt: Sequence[int], sampled: int = 0) -> None:
         self.parameters = parameters
         self._random = np.random.Philox(key=parameters.seed)
+        self._random.random_raw(sampled, output=False)
         self._penalised = (
             parameters.repetition_penalty != 1.0
             or parameters.presence_penalty != 0.0
@@ -168,11 +169,16 @@ class Sampler:
         self._masked = torch.tensor(list(tokens_masked), dtype=torch.int64)
         self._requests: dict[RequestId, RequestSampler] = {}
 
-    def open(self, request: RequestId, parameters: SamplingParameters, prompt: Sequence[int]) -> None:
-        """Begin. `prompt`: all its ids; penalties see them. `parameters` are valid (`proto.sampling.validate`)."""
+    def open(
+        self, request: RequestId, parameters: SamplingParameters, prompt: Sequence[int], sampled: int = 0
+    ) -> None:
+        """Begin. `prompt`: all its ids; penalties see them. `parameters` are valid (`proto.sampling.validate`).
+
+        The last `sampled` of the prompt were chosen for this request before: their random numbers are drawn already.
+        """
         if request in self._requests:
             raise ProtocolError(f"request {request} is open at the sampler already")
-        self._requests[request] = RequestSampler(parameters, prompt)
+        self._requests[request] = RequestSampler(parameters, prompt, sampled)
 
     def choose(self, request: RequestId, logits_V: Tensor) -> SampledToken:
         """The next token, which also enters the history. `logits_V`: f32 on any device, left as it is.

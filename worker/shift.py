@@ -1,11 +1,14 @@
 """The shift: a request's bundles move between the layouts as they lie, streamed behind the chunks that filled them.
 
-`PrepareShift` reserves, moves run inside ticks, `CommitShift` switches the layout. Bundle (s, s) never moves.
+`PrepareShift` reserves, moves run inside ticks, `CommitShift` switches the layout. Bundle (s, s) never moves. A
+checksum travels with what is sent; at the commit the ranks tell each other whether all of it arrived as it was, and
+otherwise all stay where they are: the source's slots still hold everything.
 """
 
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,25 +18,34 @@ from ..proto.errors import ProtocolError
 from ..proto.ids import Layout, Rank
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
-from ..proto.reports import KvHashed, ShiftCommitted, ShiftPrepared
+from ..proto.reports import DamagedMove, KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared
+from .checksums import CHECKSUM_BYTES, Checksums, salt_of
+from .faults import FaultHooks
 from .kv import Bundle, KvStore, SlotRun
 from .links.kv_moves import MoveHandle
 from .links.open import Links
 from .requests import OpenRequests, RequestState, ShiftInProgress
 
 
+@dataclass(frozen=True, slots=True)
 class Arrival:
-    """A receive under way: the staging buffer, and where its bundles belong."""
+    """A receive under way: where its bundles belong, and the buffer they come into, with their checksum."""
 
-    def __init__(self, shift: ShiftInProgress, move: Move, bundle: Bundle, staging: Tensor) -> None:
-        self.shift, self.move, self.bundle, self.staging = shift, move, bundle, staging
+    shift: ShiftInProgress
+    move: Move
+    bundle: Bundle
+    parcel: Tensor
 
 
 class Shifter:
     """This rank's side of shifts."""
 
-    def __init__(self, placement: Placement, rank: Rank, kv: KvStore, links: Links, requests: OpenRequests) -> None:
+    def __init__(
+        self, placement: Placement, rank: Rank, kv: KvStore, links: Links, requests: OpenRequests, faults: FaultHooks
+    ) -> None:
         self._placement, self._rank, self._kv, self._links, self._requests = placement, rank, kv, links, requests
+        self._faults = faults
+        self._checksums = Checksums(kv.arena.device)
 
     def prepare(self, command: PrepareShift) -> ShiftPrepared:
         """Check and note the target table; nothing collective happens."""
@@ -42,14 +54,19 @@ class Shifter:
             reason = f"the request is in the {state.layout} layout" if state.shift is None else "a shift is under way"
             return ShiftPrepared(self._rank, command.request, accepted=False, reason=reason)
         try:
+            declined = self._faults.shift_prepares(command.request)
             slots = self._requests.runs(command.to, command.table)
         except ProtocolError as error:
-            return ShiftPrepared(self._rank, command.request, accepted=False, reason=str(error))
+            declined = str(error)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            declined = f"out of memory: {error}"
+        if declined is not None:
+            return ShiftPrepared(self._rank, command.request, accepted=False, reason=declined)
         state.shift = ShiftInProgress(command.to, slots)
         return ShiftPrepared(self._rank, command.request, accepted=True)
 
     def abandon(self, state: RequestState) -> None:
-        state.shift = None
+        state.shift, state.void = None, False
 
     def start_moves(self, moves: Sequence[Move]) -> "MovesUnderWay":
         """Post this rank's sends and receives of a tick's moves; they run beside the tick's computing."""
@@ -65,15 +82,23 @@ class Shifter:
                 if source == self._rank:
                     sends.append((target, self._take(state.slots[bundle], bundle, move)))
                 elif target == self._rank:
-                    block_count = move.end_block - move.first_block
-                    staging = self._kv.arena.new_empty(block_count * self._kv.bundle_bytes[bundle])
-                    receives.append((source, staging))
-                    arrivals.append(Arrival(state.shift, move, bundle, staging))
+                    parcel = self._parcel(bundle, move)
+                    receives.append((source, parcel))
+                    arrivals.append(Arrival(state.shift, move, bundle, parcel))
         handle = self._links.kv.start(sends, receives)
-        return MovesUnderWay(self._kv, handle, arrivals, started)
+        return MovesUnderWay(self._kv, handle, arrivals, self._checksums, started)
+
+    def _parcel(self, bundle: Bundle, move: Move) -> Tensor:
+        blocks = move.end_block - move.first_block
+        return self._kv.arena.new_empty(blocks * self._kv.bundle_bytes[bundle] + CHECKSUM_BYTES)
 
     def _take(self, run: SlotRun, bundle: Bundle, move: Move) -> Tensor:
-        return self._kv.take_blocks(bundle, run, move.first_block, move.end_block)
+        """A copy of the blocks with their checksum, ready to be sent."""
+        parcel = self._parcel(bundle, move)
+        self._kv.take_blocks(bundle, run, move.first_block, move.end_block, parcel[:-CHECKSUM_BYTES])
+        self._checksums.seal(parcel, _salt(move, bundle))
+        self._faults.moves(move.request, parcel)
+        return parcel
 
     def _transfers(self, move: Move) -> list[tuple[int, int, Bundle]]:
         """(source rank, target rank, bundle) of one move, in the same order on every rank, empty bundles left out."""
@@ -87,18 +112,33 @@ class Shifter:
             transfers.append((source, target, bundle))
         return transfers
 
-    def commit(self, command: CommitShift) -> ShiftCommitted:
-        """Switch the layout; the source's slots are no longer this request's."""
+    def commit(self, command: CommitShift) -> ShiftCommitted | ShiftDamaged:
+        """Switch the layout, and the source's slots are no longer this request's; or stay, when any rank saw damage.
+
+        Collective: all ranks come to the same answer.
+        """
         state = self._requests[command.request]
         shift = state.shift
         if shift is None or shift.to is not command.to:
             raise ProtocolError(f"request {command.request} has no shift to the {command.to} layout prepared")
-        state.layout, state.slots, state.shift = command.to, shift.slots, None
+        checked, shift.checked = shift.checked, []
+        if not self._all_arrived(checked):
+            state.void = True
+            damaged = tuple(move for move, arrived in checked if not arrived.item())
+            return ShiftDamaged(self._rank, command.request, command.to, damaged)
+        state.layout, state.slots, state.shift, state.void = command.to, shift.slots, None, False
         exposed = time.monotonic() - state.sampled_at_seconds if state.sampled_at_seconds else 0.0
         return ShiftCommitted(
             self._rank, command.request, command.to, seconds=shift.move_seconds, exposed_seconds=exposed,
-            kv_bytes=shift.received_bytes, weight_bytes=0,
+            kv_bytes=shift.received_bytes, weight_bytes=shift.weight_bytes,
         )
+
+    def _all_arrived(self, checked: Sequence[tuple[DamagedMove, Tensor]]) -> bool:
+        """Whether every rank's parcels arrived as they were sent. On a GPU this waits for the moves."""
+        device = self._kv.arena.device
+        flags = [arrived for _, arrived in checked] or [torch.ones(1, dtype=torch.bool, device=device)]
+        damaged = (~torch.cat(flags)).any().to(torch.float32).view(1)
+        return self._links.tensor.all_reduce(damaged).item() == 0
 
     def hash_kv(self, command: HashKv) -> KvHashed:
         """Digests over the rows as stored, in position order, keys then values, of every copy of a head held."""
@@ -116,18 +156,27 @@ class Shifter:
 class MovesUnderWay:
     """A tick's transfers between their start and the tick's end."""
 
-    def __init__(self, kv: KvStore, handle: MoveHandle, arrivals: list[Arrival], started: float) -> None:
+    def __init__(
+        self, kv: KvStore, handle: MoveHandle, arrivals: list[Arrival], checksums: Checksums, started: float
+    ) -> None:
         self._kv, self._handle, self._arrivals, self._started = kv, handle, arrivals, started
+        self._checksums = checksums
 
     def finish(self) -> None:
-        """Wait (bounded) and put what arrived into its slots."""
+        """Wait (bounded), check what arrived and put it into its slots. What the check says is read at the commit."""
         self._handle.wait()
         for arrival in self._arrivals:
-            move, run = arrival.move, arrival.shift.slots[arrival.bundle]
-            self._kv.put_blocks(arrival.bundle, run, move.first_block, move.end_block, arrival.staging)
-            arrival.shift.received_bytes += arrival.staging.numel()
+            move, bundle, data = arrival.move, arrival.bundle, arrival.parcel[:-CHECKSUM_BYTES]
+            told = DamagedMove(*bundle, move.first_block, move.end_block)
+            arrival.shift.checked.append((told, self._checksums.holds(arrival.parcel, _salt(move, bundle))))
+            self._kv.put_blocks(bundle, arrival.shift.slots[bundle], move.first_block, move.end_block, data)
+            arrival.shift.received_bytes += data.numel()
         for shift in {id(arrival.shift): arrival.shift for arrival in self._arrivals}.values():
             shift.move_seconds += time.monotonic() - self._started
+
+
+def _salt(move: Move, bundle: Bundle) -> int:
+    return salt_of(move.request, *bundle, move.first_block, move.end_block)
 
 
 def _digest(keys: Tensor, values: Tensor) -> str:

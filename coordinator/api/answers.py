@@ -1,26 +1,28 @@
 """One accepted request as its client sees it: tokens become text, gathered into messages. No I/O."""
 
-from typing import Any
-
-from msgspec import to_builtins
-
 from ...proto.client_messages import Finished, TokensWritten
+from ...proto.generation_result import GenerationResult
 from ...proto.ids import RequestId
+from ...proto.pieces import Piece, PieceKind
 from ...proto.reports import SampledToken
-from ..generation import GenerationResult, TokenEvent
+from ..chat.reasoning import ReasoningSplit
+from ..generation import TokenEvent
 from ..text_stream import TextStream
 
 
 class Answer:
-    """Gathers between two messages; `take` what is ready to be sent."""
+    """Gathers between two messages; `take` what is ready to be sent. `split` None: all text is the answer's."""
 
-    def __init__(self, call: int, request: RequestId, stream: TextStream, *, streamed: bool) -> None:
+    def __init__(
+        self, call: int, request: RequestId, stream: TextStream, split: ReasoningSplit | None, *, streamed: bool
+    ) -> None:
         self.call = call
         self.request = request
         self._stream = stream
+        self._split = split
         self._streamed = streamed
-        self._text: list[str] = []
-        self._sent_pieces = 0
+        self._texts: dict[PieceKind, list[str]] = {kind: [] for kind in PieceKind}
+        self._sent_texts = dict.fromkeys(PieceKind, 0)
         self._new_tokens: list[SampledToken] = []
         self._first_new = 0
 
@@ -29,8 +31,8 @@ class Answer:
         if self._stream.stopped:
             return None  # it was under way when the stop was found
         self._new_tokens.append(event.token)
-        if event.token.error is None and (piece := self._stream.feed(event.token.token)):
-            self._text.append(piece)
+        if event.token.error is None:
+            self._take(self._stream.feed(event.token.token))
         return event.index + 1 if self._stream.stopped else None
 
     def take(self) -> TokensWritten | None:
@@ -39,26 +41,41 @@ class Answer:
             return None
         tokens, self._new_tokens = tuple(self._new_tokens), []
         first, self._first_new = self._first_new, self._first_new + len(tokens)
-        return TokensWritten(self.call, self.request, first, tokens, self._unsent())
+        return TokensWritten(
+            self.call,
+            self.request,
+            first,
+            tokens,
+            text=self._unsent(PieceKind.ANSWER),
+            reasoning=self._unsent(PieceKind.REASONING),
+        )
 
     def finish(self, result: GenerationResult, start_seconds: float, load_seconds: float) -> Finished:
         """The last message."""
-        if rest := self._stream.finish():
-            self._text.append(rest)
-        facts: dict[str, Any] = to_builtins(result)
+        self._take(self._stream.finish())
+        if self._split is not None:
+            self._book(self._split.finish())
         return Finished(
             call=self.call,
             request=self.request,
-            text="".join(self._text),
-            rest=self._unsent(),
-            tokens=tuple(token.token for token in result.tokens),
-            finish_reason=str(result.finish_reason),
-            result=facts,
+            text="".join(self._texts[PieceKind.ANSWER]),
+            rest=self._unsent(PieceKind.ANSWER),
+            reasoning="".join(self._texts[PieceKind.REASONING]),
+            rest_of_reasoning=self._unsent(PieceKind.REASONING),
+            result=result,
             start_seconds=start_seconds,
             load_seconds=load_seconds,
         )
 
-    def _unsent(self) -> str:
-        pieces = self._text[self._sent_pieces :]
-        self._sent_pieces = len(self._text)
-        return "".join(pieces)
+    def _take(self, text: str) -> None:
+        if text:
+            self._book([Piece(PieceKind.ANSWER, text)] if self._split is None else self._split.feed(text))
+
+    def _book(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self._texts[piece.kind].append(piece.text)
+
+    def _unsent(self, kind: PieceKind) -> str:
+        texts = self._texts[kind][self._sent_texts[kind] :]
+        self._sent_texts[kind] += len(texts)
+        return "".join(texts)

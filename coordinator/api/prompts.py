@@ -1,6 +1,7 @@
 """From a `Generate` message to a request of the driver: prompt, sampling, layouts. Raises `InputError`s."""
 
 import secrets
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -8,23 +9,53 @@ from ...proto.client_messages import Generate, Sampling
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
+from ..chat.reasoning import ReasoningSplit, bytes_with_marks
 from ..chunk_plan import parse_chunk_rule
 from ..generation import GenerationRequest
+from ..text_stream import TextStream, parse_stops
 from ..tokenizer import Tokenizer, check_token_ids
 from .service import Service
 
 USUAL_TOKEN_BYTES = 16  # texts shorter than this times the context are tokenised without a second look
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`reasons`: the model begins within its reasoning. None: no conversation, all it writes is the answer."""
+
+    ids: tuple[int, ...]
+    reasons: bool | None = None
+
+
+def read_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
+    """The prompt's ids, checked: at least one, none beyond the model's, no more than the context holds."""
+    prompt = _given_prompt(message, service, vocab, context_tokens)
+    bos = service.tokenizer.bos
+    if not prompt.ids and bos is not None:
+        prompt = replace(prompt, ids=(bos,))  # an empty prompt is the begin-of-text token alone
+    if not prompt.ids:
+        raise InputError("the prompt is empty, and this model has no begin-of-text token to start from")
+    if max(prompt.ids) >= vocab:
+        raise InputError(f"token {max(prompt.ids)} of the prompt is beyond the model's {vocab} embedded tokens")
+    if len(prompt.ids) > context_tokens:
+        raise DoesNotFitError(f"the prompt has {len(prompt.ids)} tokens, the context {context_tokens}")
+    return prompt
+
+
+def open_text(message: Generate, prompt: Prompt, tokenizer: Tokenizer) -> tuple[TextStream, ReasoningSplit | None]:
+    """What turns the answer's tokens into text, and tells its reasoning apart where it answers a conversation."""
+    stops = parse_stops(message.stop)
+    if prompt.reasons is None:
+        return TextStream(tokenizer.token_bytes, stops), None
+    return TextStream(bytes_with_marks(tokenizer), stops), ReasoningSplit(reasons=prompt.reasons)
+
+
 def build_request(
-    message: Generate, service: Service, vocab: int, context_tokens: int, layouts: tuple[Layout | None, Layout | None]
+    message: Generate, prompt: Prompt, service: Service, layouts: tuple[Layout | None, Layout | None]
 ) -> GenerationRequest:
     """What is asked for, in the driver's terms. `layouts` (prefill, decode) are the group's defaults."""
-    ids = _prompt_ids(message, service, vocab, context_tokens)
-    if len(ids) > context_tokens:
-        raise DoesNotFitError(f"the prompt has {len(ids)} tokens, the context {context_tokens}")
     return GenerationRequest(
-        prompt=ids,
+        prompt=prompt.ids,
         max_tokens=message.max_tokens,
         sampling=choose_sampling(message.sampling, service.sampling),
         stop_tokens=frozenset() if message.ignore_eos else service.tokenizer.end_of_generation,
@@ -42,28 +73,20 @@ def choose_sampling(asked: Sampling, defaults: SamplingParameters) -> SamplingPa
     return structs.replace(defaults, **({"seed": secrets.randbits(63)} | given))
 
 
-def _prompt_ids(message: Generate, service: Service, vocab: int, context_tokens: int) -> tuple[int, ...]:
+def _given_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
     given = [name for name in ("text", "messages", "ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InputError(f"give exactly one of text, messages and ids; {' and '.join(given) or 'none'} given")
-    tokenizer = service.tokenizer
     if message.messages is not None:
         if service.chat is None:
             raise InputError("this model's file has no chat template: give text or ids")
-        ids = service.chat.prompt(
+        rendered = service.chat.prompt(
             list(message.messages), tools=message.tools, options=message.template_options
-        ).ids
-    elif message.ids is not None:
-        ids = tuple(check_token_ids(message.ids, vocab))
-    else:
-        ids = _text_ids(message.text or "", tokenizer, context_tokens)
-    if not ids and tokenizer.bos is not None:
-        ids = (tokenizer.bos,)  # an empty prompt is the begin-of-text token alone
-    if not ids:
-        raise InputError("the prompt is empty, and this model has no begin-of-text token to start from")
-    if max(ids) >= vocab:
-        raise InputError(f"token {max(ids)} of the prompt is beyond the model's {vocab} embedded tokens")
-    return ids
+        )
+        return Prompt(rendered.ids, rendered.reasons)
+    if message.ids is not None:
+        return Prompt(tuple(check_token_ids(message.ids, vocab)))
+    return Prompt(_text_ids(message.text or "", service.tokenizer, context_tokens))
 
 
 def _text_ids(text: str, tokenizer: Tokenizer, context_tokens: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from ...proto.client_messages import (
     Greet,
     Greeted,
     GroupEnded,
+    GroupState,
     LayoutSet,
     LayoutStatus,
     Planned,
@@ -31,9 +32,9 @@ from ...proto.client_messages import (
     RefusalKind,
     Refused,
     SetLayout,
+    ShiftStatus,
     StatusReported,
 )
-from ...proto.codec import PROTOCOL_VERSION
 from ...proto.errors import (
     BusyError,
     DoesNotFitError,
@@ -42,17 +43,17 @@ from ...proto.errors import (
     ProtocolError,
     StaleError,
 )
+from ...proto.generation_result import ShiftFailureKind
 from ...proto.ids import Layout, RequestId
 from ...proto.reports import MemoryReported
 from ..chunk_plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
-from ..text_stream import TextStream, parse_stops
 from .answers import Answer
-from .prompts import build_request
+from .loading import MAX_CLIENTS, greet
+from .prompts import build_request, open_text, read_prompt
 from .service import Service
 
-MAX_CLIENTS = 1024
 MAX_REQUESTS = 1024  # of all clients, waiting and running
 MAX_REQUESTS_OF_CLIENT = 256
 MAX_CONVERSATIONS_OF_CLIENT = 256
@@ -93,7 +94,16 @@ class RemoteApi:
     def clients(self) -> tuple[ClientPeer, ...]:
         return tuple(self._clients)
 
+    @property
+    def _state(self) -> GroupState:
+        return GroupState.FAILED if self._failure else GroupState.SERVING
+
     # From clients
+
+    def know(self, peers: Iterable[ClientPeer]) -> None:
+        """Clients that greeted the group before it could serve."""
+        for peer in peers:
+            self._clients.setdefault(peer, {})
 
     def handle(self, peer: ClientPeer, request: AnyRequest) -> list[Outgoing]:
         """One client's message; raises only what ends the group."""
@@ -139,14 +149,8 @@ class RemoteApi:
                 assert_never(request)
 
     def _greet(self, request: Greet) -> Greeted:
-        service = self._service
-        if request.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"this coordinator (gearshift {service.version}) speaks protocol {PROTOCOL_VERSION}, the client "
-                f"{request.protocol}"
-            )
-        context = self._driver.settings.context_tokens
-        return Greeted(request.call, PROTOCOL_VERSION, service.version, service.model, context)
+        service, context = self._service, self._driver.settings.context_tokens
+        return greet(request, service.version, service.model, context, self._state)
 
     def _generate(self, peer: ClientPeer, message: Generate) -> Accepted:
         answers = self._clients[peer]
@@ -157,14 +161,15 @@ class RemoteApi:
                 f"the plan is of epoch {message.plan_epoch}, before a switch of layouts: the epoch is {self._epoch}"
             )
         self._check_layouts(message.prefill, message.decode)
-        stream = TextStream(self._service.tokenizer.token_bytes, parse_stops(message.stop))
         context = self._driver.settings.context_tokens
-        request = build_request(message, self._service, self._driver.spec.vocab, context, self._layouts)
+        prompt = read_prompt(message, self._service, self._driver.spec.vocab, context)
+        stream, split = open_text(message, prompt, self._service.tokenizer)
+        request = build_request(message, prompt, self._service, self._layouts)
         if message.conversation is not None:
             request = replace(request, conversation=self._own_conversation(peer, message.conversation))
         plan = self._driver.plan(request)
         request_id = self._driver.submit(request)
-        answers[request_id] = Answer(message.call, request_id, stream, streamed=message.stream)
+        answers[request_id] = Answer(message.call, request_id, stream, split, streamed=message.stream)
         self._client_of[request_id] = peer
         return Accepted(
             message.call, request_id, len(request.prompt), plan.prefill, plan.decode, request.sampling.seed
@@ -253,7 +258,7 @@ class RemoteApi:
         self._refresh_memory()
         return StatusReported(
             call=call,
-            state="failed" if self._failure else "serving",
+            state=self._state,
             failure=self._failure,
             model=service.model,
             version=service.version,
@@ -262,11 +267,24 @@ class RemoteApi:
             clients=len(self._clients),
             queue=QueueStatus(*self._driver.queue_counts),
             layouts=self._layout_status(),
+            shifts=self._shift_status(),
+            restarts=self._driver.restarts,
             ranks=tuple(self._rank_status(rank) for rank in range(self._ranks)),
         )
 
     def _layout_status(self) -> LayoutStatus:
         return LayoutStatus(*self._layouts, self._epoch)
+
+    def _shift_status(self) -> ShiftStatus:
+        counts = self._driver.shift_counts
+        return ShiftStatus(
+            committed=counts.committed,
+            damaged=counts.damaged,
+            declined=counts.failed.get(ShiftFailureKind.DECLINED, 0),
+            given_up=counts.failed.get(ShiftFailureKind.DAMAGED, 0),
+            no_room=counts.failed.get(ShiftFailureKind.NO_ROOM, 0),
+            last_reason=counts.last_reason,
+        )
 
     def _refresh_memory(self) -> None:
         now = self._clock()
@@ -275,7 +293,7 @@ class RemoteApi:
             self._memory_at = now
 
     def _rank_status(self, rank: int) -> RankStatus:
-        hello, layers = self._service.hellos[rank], self._service.placement.stages[rank]
+        hello, layers = self._service.group.hellos[rank], self._service.placement.stages[rank]
         free, slots = self._driver.kv_slots[rank]
         memory = self._memory[rank] if self._memory else None
         return RankStatus(

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from ...proto.channel import ClientListener, ClientPeer, Knock, Pollable
-from ...proto.commands import Redirect, Refuse
 from ...proto.errors import GearshiftError
-from ..driver import Driver
-from .outbox import MAX_REPLIES, Outboxes
+from ..driver import LOST, Driver
+from .door import WorkersDoor
+from .loading import EarlyCalls
+from .outbox import Outboxes
+from .pause import Pause
 from .remote import Outgoing, RemoteApi
 
 POLL_SECONDS = 0.25
@@ -23,33 +25,6 @@ class Waiting(Protocol):
     def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None: ...
 
 
-class WorkersDoor:
-    """Answers workers that come to the clients' address: sends them on, or away."""
-
-    def __init__(self, listener: ClientListener, workers_port: int | None) -> None:
-        self._listener = listener
-        self._workers_port = workers_port
-
-    def answer(self, knock: Knock) -> None:
-        if self._workers_port is None:
-            refusal = Refuse("this coordinator starts its workers itself (--external awaits others)")
-            self._listener.answer_worker(knock.peer, refusal)
-        else:
-            self._listener.answer_worker(knock.peer, Redirect(self._workers_port))
-
-    def answer_all(self) -> list[Knock]:
-        """While the workers gather: what came from clients meanwhile, to be served once the model is loaded."""
-        early: list[Knock] = []
-        for _ in range(MOST_MESSAGES):
-            if (knock := self._listener.receive()) is None:
-                break
-            if knock.hello is not None:
-                self.answer(knock)
-            else:
-                early.append(knock)
-        return early
-
-
 class Server:
     """Serves until interrupted, or until the group fails."""
 
@@ -60,22 +35,22 @@ class Server:
         driver: Driver,
         api: RemoteApi,
         door: WorkersDoor,
-        max_replies: int = MAX_REPLIES,
+        outboxes: Outboxes,
     ) -> None:
         self._listener = listener
         self._group = group
         self._driver = driver
         self._api = api
         self._door = door
-        self._outboxes = Outboxes(listener.send, max_replies)
+        self._outboxes = outboxes
         self._looked_at = 0.0
+        self._kept: list[Knock] = []  # what came while a lost group was to be replaced
         self._at_hand: Knock | None = None  # what is being answered: still owed when the group fails over it
 
-    def run(self, early: Sequence[Knock] = ()) -> NoReturn:
+    def run(self, early: EarlyCalls) -> NoReturn:
         """Raises what ended the group, after its clients were told; or what interrupted it."""
         try:
-            for knock in early:
-                self._take(knock)
+            self.take_over(early)
             while True:
                 self.turn(POLL_SECONDS)
         except GearshiftError as error:
@@ -85,11 +60,35 @@ class Server:
             self._end("the coordinator ends", 0.0)
             raise
 
+    def take_over(self, early: EarlyCalls) -> None:
+        """Clients that came while the model was loaded are known from now on; what was kept is begun, in its order."""
+        self._api.know(early.clients)
+        for peer, request in early.kept:
+            self._take(Knock(peer, request))
+
     def turn(self, timeout_seconds: float) -> None:
         """Wait for clients or workers, then serve both once."""
-        self._group.wait(timeout_seconds, (self._listener,))
-        self._serve_clients()
-        self._post(self._api.heard(self._driver.step(0.0)))
+        try:
+            self._group.wait(timeout_seconds, (self._listener,))
+            self._serve_clients()
+            self._post(self._api.heard(self._driver.step(0.0)))
+        except LOST as error:
+            self._go_on(error)
+
+    def _go_on(self, error: GearshiftError) -> None:
+        """Another group in the lost one's place, or the end. Clients wait meanwhile; what they ask is kept."""
+        pause = Pause(self._listener, self._door, self._outboxes, self._api.handle)
+        try:
+            with pause:
+                self._driver.restart(error)
+        finally:
+            self._kept += pause.kept
+        owed, self._at_hand = self._at_hand, None
+        kept, self._kept = self._kept, []
+        for knock in [owed, *kept]:
+            if knock is not None:
+                self._take(knock)
+        self._lose([peer for peer in self._api.clients if self._listener.is_gone(peer)])
 
     def _serve_clients(self) -> None:
         for _ in range(MOST_MESSAGES):
@@ -132,6 +131,8 @@ class Server:
         self._post(self._api.end(reason))
         if self._at_hand is not None:
             self._take(self._at_hand)
+        for knock in self._kept:
+            self._take(knock)
         deadline = time.monotonic() + grace_seconds
         while (left := deadline - time.monotonic()) > 0:
             self._listener.wait(min(left, POLL_SECONDS))

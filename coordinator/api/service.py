@@ -12,10 +12,13 @@ from ..tokenizer import Tokenizer
 
 
 class RenderedChat(Protocol):
-    """A conversation as ids."""
+    """A conversation as ids; `reasons` where it leaves the model within its reasoning."""
 
     @property
     def ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def reasons(self) -> bool: ...
 
 
 class ChatPrompter(Protocol):
@@ -30,6 +33,14 @@ class ChatPrompter(Protocol):
     ) -> RenderedChat: ...
 
 
+class Joined(Protocol):
+    """The workers, whichever start of the group runs."""
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """What they said of themselves, by rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """`sampling` holds the defaults; `chat` None: conversations are refused."""
@@ -38,7 +49,7 @@ class Service:
     version: str
     tokenizer: Tokenizer
     placement: Placement
-    hellos: tuple[Hello, ...]
+    group: Joined
     loaded: LoadResult
     start_seconds: float
     sampling: SamplingParameters

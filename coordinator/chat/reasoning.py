@@ -1,7 +1,9 @@
 """Reasoning told apart from the answer, by the marks that models write around it."""
 
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable
+
+from ...proto.pieces import Piece, PieceKind
+from ..tokenizer import Tokenizer
 
 # Opening and closing marks of known families. Where they are control tokens, their text has to be rendered.
 MARKS = (
@@ -13,20 +15,16 @@ MARKS = (
 MARK_TEXTS = tuple(text for pair in MARKS for text in pair)
 
 
-class PieceKind(StrEnum):
-    REASONING = "reasoning"
-    ANSWER = "answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    kind: PieceKind
-    text: str
-
-
 def opens_reasoning(prompt: str) -> bool:
     """Whether a prompt ends within reasoning: some templates write the opening mark themselves."""
     return prompt.rstrip().endswith(tuple(opening for opening, _ in MARKS))
+
+
+def bytes_with_marks(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """What tokens add to an answer, the marks of reasoning among it where they are control tokens."""
+    ids = tokenizer.vocabulary.ids
+    marks = frozenset(ids[text] for text in MARK_TEXTS if text in ids)
+    return lambda token: tokenizer.token_bytes(token, render_special=token in marks)
 
 
 class ReasoningSplit:

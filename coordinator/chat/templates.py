@@ -16,25 +16,32 @@ class ChatTemplates:
     """Templates by name. Empty: the file has none, and chat is refused by name."""
 
     by_name: Mapping[str, str]
+    unread: tuple[str, ...] = ()  # keys that should hold a template and hold no text
 
     @classmethod
     def of_file(cls, metadata: Mapping[str, object]) -> "ChatTemplates":
         """From a GGUF file's keys: `tokenizer.chat_template` and `tokenizer.chat_template.NAME` that hold text."""
         found: dict[str, str] = {}
+        unread: list[str] = []
         for key, value in metadata.items():
-            if key == TEMPLATE_KEY and isinstance(value, str):
+            if key != TEMPLATE_KEY and not key.startswith(f"{TEMPLATE_KEY}."):
+                continue
+            if not isinstance(value, str):
+                unread.append(key)
+            elif key == TEMPLATE_KEY:
                 found.update(parse_templates(value))
-            elif key.startswith(f"{TEMPLATE_KEY}.") and isinstance(value, str):
+            else:
                 found[key.removeprefix(f"{TEMPLATE_KEY}.")] = value
-        return cls(found)
+        return cls(found, tuple(unread))
 
     def choose(self, name: str | None, *, has_tools: bool) -> str:
         """The named template; without a name the one for tools where there are tools, else the default, else the
         only one. Raises `InputError`."""
         if not self.by_name:
+            odd = f" ({self.unread[0]} holds no text)" if self.unread else ""
             raise InputError(
-                "this model file holds no chat template, so it cannot chat: prompts that are taken as they stand work "
-                "(gearshift run MODEL -p TEXT), and a template can be given by --template FILE"
+                f"this model file holds no chat template{odd}, so it cannot chat: prompts that are taken as they stand "
+                "work (gearshift run MODEL -p TEXT), and a template can be given by --template FILE"
             )
         if name is not None:
             if name not in self.by_name:

@@ -11,7 +11,6 @@ from .tokenizer import TextModel, Tokenizer
 from .vocabulary import EMPTY_VOCABULARY, Vocabulary, read_vocabulary
 
 MODEL_KEY = "tokenizer.ggml.model"
-TEMPLATE_KEY = "tokenizer.chat_template"
 KNOWN_MODELS = ("llama", "gpt2")
 _NO_MODEL = (None, "none", "no_vocab")
 
@@ -73,10 +72,7 @@ def _tokenizer(
     vocab_size: int | None = None,
     warning: str | None = None,
 ) -> Tokenizer:
-    template = metadata.get(TEMPLATE_KEY)
     warnings = [*special.warnings] if warning is None else [warning, *special.warnings]
-    if template is not None and not isinstance(template, str):
-        warnings.append(f"{TEMPLATE_KEY} is not a string: the file counts as one without a chat template")
     return Tokenizer(
         vocabulary=vocabulary,
         special=special,
@@ -84,6 +80,5 @@ def _tokenizer(
         partition=Partition(vocabulary, special.kinds),
         space_prefix=space_prefix,
         vocab_size=len(vocabulary) if vocab_size is None else vocab_size,
-        chat_template=template if isinstance(template, str) else None,
         warnings=tuple(warnings),
     )

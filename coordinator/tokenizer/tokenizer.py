@@ -34,7 +34,6 @@ class Tokenizer:
     partition: Partition
     space_prefix: bool
     vocab_size: int
-    chat_template: str | None
     warnings: tuple[str, ...]
 
     @property

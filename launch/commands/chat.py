@@ -9,6 +9,8 @@ from ..console import note, warn
 from ..options import (
     GROUP_FLAGS,
     SAMPLING_FLAGS,
+    USUAL_RESTARTS,
+    allowed_restarts,
     flags_named,
     group_settings,
     layout_settings,
@@ -51,6 +53,13 @@ def chat(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
+    measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
@@ -61,6 +70,7 @@ def chat(
     frequency_penalty: flags.FrequencyPenalty = None,
     logit_bias: flags.LogitBias = None,
     seed: flags.Seed = None,
+    trace: flags.TraceFile = None,
     connect: flags.Connect = None,
     key_file: flags.KeyFile = None,
 ) -> None:
@@ -74,7 +84,7 @@ def chat(
     from ..chat_backend import LocalChat
     from ..chat_loop import HELP, converse
     from ..chat_terminal import ChatTerminal
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     stops, options = parse_stops(stop), parse_template_options(template_option or ())
     first = first_messages(system, messages)
@@ -94,7 +104,8 @@ def chat(
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
+    again = allowed_restarts(restarts, USUAL_RESTARTS)
     layouts = layout_settings(prefill, decode, chunk)
     opened = open_model(model)
     sampling = choose_sampling(
@@ -106,8 +117,8 @@ def chat(
     with open_format(opened, template) as chat_format:
         first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
         asked = current_settings({"context": context}).whole_number_or_none("context")
-        context_tokens = choose_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
-        with open_session(opened, settings, layouts, context_tokens) as session:
+        context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
+        with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
             for warning in sampling.warnings:
                 warn(warning)
             note(sampling.told)
@@ -120,7 +131,7 @@ def chat(
                 stops=stops,
                 max_tokens=max_tokens,
                 stop_tokens=opened.tokenizer.end_of_generation,
-                context_tokens=context_tokens,
+                context_tokens=session.driver.settings.context_tokens,
             )
             terminal = ChatTerminal()
             terminal.tell(HELP)
@@ -139,11 +150,14 @@ def _chat_remotely(
     from ..chat_loop import HELP, converse
     from ..chat_remote import RemoteChat
     from ..chat_terminal import ChatTerminal
-    from ..connect import settings_options
+    from ..connect import STILL_LOADING, settings_options
 
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
     with Client(address, key_file=key_file) as client:
-        note(f"connected to {address}: {client.model}, {client.context_tokens} tokens of context")
+        note(
+            f"connected to {address}: {client.model}, {client.context_tokens} tokens of context"
+            + (STILL_LOADING if client.was_loading else "")
+        )
         terminal = ChatTerminal()
         terminal.tell(HELP)
         converse(RemoteChat(client, options), terminal, first)

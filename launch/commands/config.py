@@ -1,7 +1,6 @@
 """`gearshift config`: each setting's value and where it came from. Starts no worker."""
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,8 +9,8 @@ from .. import flags
 from ..console import stdout_console, warn
 from ..models import open_files
 from ..sampling_settings import model_values
-from ..settings import ModelValue, Settings, Source, unknown_variables
-from ..user_folders import config_path, current_settings, logs_folder
+from ..settings import ModelValue, Settings, Source
+from ..user_folders import config_path, costs_folder, current_settings, logs_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,14 +40,13 @@ def config(model: OptionalModel = None, as_json: flags.Json = False) -> None:
         for warning in warnings:
             warn(warning)
     settings = current_settings(model=recommended)
-    for name in unknown_variables(os.environ):
-        warn(f"{name} is not a setting")
     if as_json:
         print(json.dumps(_facts(settings)))
         return
     path = config_path()
     stdout_console().print(f"config file: {path}{'' if path.exists() else ' (none there)'}", soft_wrap=True)
     stdout_console().print(f"logs of runs: {logs_folder()}", soft_wrap=True)
+    stdout_console().print(f"measured costs: {costs_folder()}", soft_wrap=True)
     stdout_console().print(_table(settings))
 
 
@@ -58,6 +56,7 @@ def _facts(settings: Settings) -> dict[str, Any]:
         "config_file": str(path),
         "config_file_exists": path.exists(),
         "logs_folder": str(logs_folder()),
+        "costs_folder": str(costs_folder()),
         "settings": {
             name: {"value": found.value, "source": str(found.source), "place": found.place}
             for name, found in settings.values.items()

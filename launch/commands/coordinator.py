@@ -10,13 +10,24 @@ import typer
 from ...proto.errors import InputError
 from .. import flags
 from ..console import note, warn
-from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
+from ..options import (
+    GROUP_FLAGS,
+    USUAL_RESTARTS,
+    allowed_restarts,
+    flags_named,
+    group_settings,
+    layout_settings,
+)
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from ...coordinator.api.service import ChatPrompter, Service
-    from ...proto.channel import ClientListener, Knock
-    from ...proto.keys import KeyPair
+    from ...coordinator.cluster import Cluster
+    from ...coordinator.fit_choice import ContextWish
+    from ...proto.channel import ClientListener
     from ..options import GroupSettings, LayoutSettings
     from ..session_setup import Opened, Session
 
@@ -81,6 +92,15 @@ def coordinator(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
+    max_token_gap: flags.MaxTokenGap = None,
+    measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
+    trace: flags.TraceFile = None,
 ) -> None:
     """Load a model and serve clients (`gearshift run --connect`, `gearshift.Client`) until interrupted.
 
@@ -90,76 +110,61 @@ def coordinator(
     arguments = locals()
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
-    from ..session_setup import choose_context, open_model
+    from ..external import external_cluster
+    from ..session_setup import open_model, wish_context
 
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure, max_token_gap=max_token_gap)
+    again = allowed_restarts(restarts, USUAL_RESTARTS)
     layouts = layout_settings(prefill, decode, chunk)
     if workers_listen is not None and not external:
         raise InputError("--workers-listen is for workers started by hand: add --external")
     keys = None if key_file is None else read_keys(Path(key_file))
     opened = open_model(model)
     asked = current_settings({"context": context}).whole_number_or_none("context")
-    context_tokens = choose_context(asked, 1, None, opened.spec.trained_context)
+    context_wish = wish_context(asked, 1, None, opened.spec.trained_context)
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
-        gather = _Gather(listener, settings, workers_listen, keys, key_file, join_timeout) if external else None
-        _serve(opened, settings, layouts, context_tokens, parallel, listener, gather)
-
-
-class _Gather:
-    """Waits for external workers, and keeps what clients say meanwhile."""
-
-    def __init__(
-        self,
-        listener: "ClientListener",
-        settings: "GroupSettings",
-        workers_address: str | None,
-        keys: "KeyPair | None",
-        key_file: str | None,
-        join_timeout_seconds: float,
-    ) -> None:
-        from ..external import external_cluster
-
-        self._listener = listener
-        self.workers_port: int | None = None
-        self.early: list[Knock] = []
-        self.open = partial(
-            external_cluster, listener, workers=settings.workers, workers_address=workers_address, keys=keys,
-            key_file=key_file, join_timeout_seconds=join_timeout_seconds, meanwhile=self._meanwhile,
+        gather = partial(
+            external_cluster, listener, workers=settings.workers, workers_address=workers_listen, keys=keys,
+            key_file=key_file, join_timeout_seconds=join_timeout, link_options=settings.link_options,
         )  # fmt: skip
-
-    def _meanwhile(self, workers_port: int) -> None:
-        from ...coordinator.api.server import WorkersDoor
-
-        self.workers_port = workers_port
-        self.early += WorkersDoor(self._listener, workers_port).answer_all()
+        outside = gather if external else None
+        _serve(opened, settings, layouts, context_wish, parallel, listener, outside, trace, again)
 
 
 def _serve(
     opened: "Opened",
     settings: "GroupSettings",
     layouts: "LayoutSettings",
-    context_tokens: int,
+    context_wish: "ContextWish",
     parallel: int,
     listener: "ClientListener",
-    gather: _Gather | None,
+    gather: "Callable[..., AbstractContextManager[Cluster]] | None",
+    trace: str | None,
+    restarts: int,
 ) -> None:
+    from ... import __version__
+    from ...coordinator.api.loading import EarlyCalls, Reception
     from ...coordinator.api.remote import RemoteApi
-    from ...coordinator.api.server import Server, WorkersDoor
+    from ...coordinator.api.server import Server
     from ..session_setup import open_session
 
-    with ExitStack() as stack:
+    early = EarlyCalls(opened.spec.name, __version__, context_wish.tokens, (layouts.prefill, layouts.decode))
+    with Reception(listener, early) as reception, ExitStack() as stack:
+        if gather is None:
+            reception.open(None)
+            note(f"clients may come to {listener.address} while the model loads")
         chat = _chat(opened, stack)
         session = stack.enter_context(
             open_session(
-                opened, settings, layouts, context_tokens,
-                parallel_requests=parallel, gather=None if gather is None else gather.open,
+                opened, settings, layouts, context_wish, parallel_requests=parallel, trace_path=trace,
+                restarts=restarts, gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip
         api = RemoteApi(session.driver, _service(opened, session, chat))
-        door = WorkersDoor(listener, None if gather is None else gather.workers_port)
+        reception.close()
         note(f"listening at {listener.address}")
-        Server(listener, session.cluster, session.driver, api, door).run(() if gather is None else gather.early)
+        Server(listener, session.cluster, session.driver, api, reception.door, reception.outboxes).run(early)
 
 
 def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":
@@ -187,7 +192,7 @@ def _service(opened: "Opened", session: "Session", chat: "ChatPrompter | None") 
         version=__version__,
         tokenizer=opened.tokenizer,
         placement=session.placement,
-        hellos=session.cluster.hellos,
+        group=session.cluster,
         loaded=session.loaded,
         start_seconds=session.start_seconds,
         sampling=sampling.parameters,

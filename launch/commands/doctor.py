@@ -41,12 +41,16 @@ def doctor(
     device: flags.DeviceFlag = None,
     prefill: flags.Prefill = None,
     decode: flags.Decode = None,
+    max_chunk: flags.MaxChunk = None,
     context: flags.Context = None,
     layer_split: flags.LayerSplit = None,
     layer_share: flags.LayerShare = None,
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
     as_json: flags.Json = False,
 ) -> None:
     """Check this machine: each line is OK or says what to do. Ends with 1 where there is a problem."""
@@ -55,11 +59,15 @@ def doctor(
     settings = group_settings(
         workers=workers,
         device=device,
+        max_chunk=max_chunk,
         layer_split=layer_split,
         layer_share=layer_share,
         tensor_share=tensor_share,
         compute_type=compute_type,
         kv_type=kv_type,
+        reserve=reserve,
+        memory_limit=memory_limit,
+        residency=residency,
     )
     layouts = layout_settings(prefill, decode)
     context_tokens = current_settings({"context": context}).whole_number_or_none("context")
@@ -82,22 +90,15 @@ def _fit(
     facts: HostFacts,
 ) -> Check:
     from ...coordinator.model_spec import build_spec
-    from ...proto.placement.cuts import place
     from ...proto.probe import ProbeReport
     from ..fit_check import fit_check
     from ..session_setup import check_kv_format
 
     spec = build_spec(files, context_tokens)
     check_kv_format(spec, settings.kv_format)
-    placement = place(
-        spec,
-        settings.workers,
-        layer_cuts=settings.layer_split,
-        layer_shares=settings.layer_shares,
-        tensor_shares=settings.tensor_shares,
-    )
     devices = facts.probe.devices if isinstance(facts.probe, ProbeReport) else ()
-    return fit_check(spec, placement, settings, layouts, context_tokens, facts.free_memory_bytes, devices)
+    displays = frozenset(card.device.uuid for card in facts.cards if card.display)
+    return fit_check(spec, settings, layouts, context_tokens, facts.free_memory_bytes, devices, displays)
 
 
 def _show(checks: Sequence[Check], as_json: bool) -> None:

@@ -89,7 +89,10 @@ def _parts(files: "ModelFiles", settings: GroupSettings) -> list[dict[str, Any]]
 
 
 def _part_facts(spec: "ModelSpec", placement: "Placement", plan: "RankPlan") -> dict[str, Any]:
-    from ...proto.placement.memory import weight_bytes
+    from ...proto.placement.memory import Holding, held_bytes
+
+    def held(holding: Holding) -> int:
+        return held_bytes(spec, placement, plan.rank, holding)
 
     return {
         "rank": plan.rank,
@@ -100,8 +103,9 @@ def _part_facts(spec: "ModelSpec", placement: "Placement", plan: "RankPlan") -> 
         "vocab": [plan.vocab.first, plan.vocab.end],
         "share": plan.share,
         "file_bytes": plan.file_bytes,
-        "f32_bytes": weight_bytes(spec, placement, plan.rank, 4),
-        "bf16_bytes": weight_bytes(spec, placement, plan.rank, 2),
+        "f32_bytes": held(Holding.F32),
+        "bf16_bytes": held(Holding.BF16),
+        "gpu_bytes": held(Holding.PLANES),
     }
 
 
@@ -179,6 +183,7 @@ def _parts_table(parts: list[dict[str, Any]], workers: int) -> "Table":
         ("in the file's types", "file_bytes"),
         ("in bf16", "bf16_bytes"),
         ("in f32", "f32_bytes"),
+        ("on a GPU", "gpu_bytes"),
     ):
         table.add_row(f"MiB held {label}", *(f"{part[key] / 2**20:,.1f}" for part in parts))
     return table

@@ -48,6 +48,11 @@ def logits(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
     arguments = locals()
@@ -55,7 +60,7 @@ def logits(
 
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
@@ -68,8 +73,8 @@ def logits(
             f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {tokens_file}"
         )
     chosen = current_settings({"context": context})
-    context_tokens = choose_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
-    with open_session(opened, settings, layouts, context_tokens) as session:
+    context_wish = wish_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
+    with open_session(opened, settings, layouts, context_wish) as session:
         rows, result = collect_logits(
             session.driver,
             tokens,

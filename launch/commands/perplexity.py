@@ -44,6 +44,11 @@ def perplexity(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
     as_json: flags.Json = False,
 ) -> None:
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""

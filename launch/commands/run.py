@@ -5,16 +5,25 @@ from typing import TYPE_CHECKING
 
 from ...proto.errors import InputError, RequestFailedError
 from .. import flags
-from ..chat_setup import chat_tokens, parse_template_options
+from ..chat_setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
-from ..options import GROUP_FLAGS, SAMPLING_FLAGS, flags_named, group_settings, layout_settings
+from ..options import (
+    GROUP_FLAGS,
+    SAMPLING_FLAGS,
+    allowed_restarts,
+    flags_named,
+    group_settings,
+    layout_settings,
+)
 from ..prompts import prompt_tokens, read_prompt
 from ..sampling_settings import choose_sampling
 from ..user_folders import current_settings
 
 if TYPE_CHECKING:
+    from ...coordinator.chat.reasoning import ReasoningSplit
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream
+    from ...proto.pieces import Piece
     from ..session_setup import Session
 
 EXAMPLES = """\
@@ -57,6 +66,13 @@ def run(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
+    measure: flags.Measure = None,
+    restarts: flags.Restarts = None,
     verify_shift: flags.VerifyShift = None,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,
@@ -70,6 +86,7 @@ def run(
     seed: flags.Seed = None,
     logprobs: flags.Logprobs = flags.DEFAULTS.logprobs,
     as_json: flags.Json = False,
+    trace: flags.TraceFile = None,
     connect: flags.Connect = None,
     key_file: flags.KeyFile = None,
 ) -> None:
@@ -78,10 +95,11 @@ def run(
     The answer goes to stdout as it comes, all else to stderr.
     """
     arguments = locals()
+    from ...coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream, parse_stops
     from ...proto.sampling import validate
-    from ..session_setup import choose_context, open_model, open_session
+    from ..session_setup import open_model, open_session, wish_context
 
     sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
@@ -97,7 +115,8 @@ def run(
         return
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
-    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
+    again = allowed_restarts(restarts, usual=0)  # a script sees a loss at once
     layouts = layout_settings(prefill, decode, chunk)
     stops = parse_stops(stop)
     source = read_prompt(prompt, file, tokens_file)
@@ -112,12 +131,14 @@ def run(
         logprobs=logprobs,
     )
     validate(sampling.parameters, opened.spec.vocab)
+    split: ReasoningSplit | None = None
     if chat:
-        tokens = chat_tokens(source, opened, system, template, options)
+        rendered = chat_prompt(source, opened, system, template, options)
+        tokens, split = rendered.ids, ReasoningSplit(reasons=rendered.reasons)
     else:
         tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     chosen = current_settings({"context": context, "verify_shift": verify_shift})
-    context_tokens = choose_context(
+    context_wish = wish_context(
         chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
     )
     request = GenerationRequest(
@@ -130,37 +151,51 @@ def run(
         chunk_rule=layouts.chunk_rule,
         verify_shift=chosen.switch("verify_shift"),
     )
-    stream = TextStream(opened.tokenizer.token_bytes, stops)
-    with open_session(opened, settings, layouts, context_tokens) as session:
+    stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
+    with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
         for warning in sampling.warnings:
             warn(warning)
         note(sampling.told)
-        _answer(session, request, stream, as_json)
+        _answer(session, request, stream, split, as_json)
 
 
-def _answer(session: "Session", request: "GenerationRequest", stream: "TextStream", as_json: bool) -> None:
-    from ..answer import follow
-    from ..report import memory_table, phase_table, run_facts
+def _answer(
+    session: "Session",
+    request: "GenerationRequest",
+    stream: "TextStream",
+    split: "ReasoningSplit | None",
+    as_json: bool,
+) -> None:
+    from ..answer import PlainText, SplitText, follow
+    from ..chat_terminal import ChatTerminal
+    from ..report import memory_table, phase_table, reason_lines, run_facts
 
+    output = PlainText() if split is None else ChatTerminal()
     with busy(f"reading {len(request.prompt)} tokens") as prompt_is_read:
 
-        def show(piece: str) -> None:
+        def show(piece: "Piece") -> None:
             prompt_is_read()
             if not as_json:
-                print(piece, end="", flush=True)
+                output.show(piece)
 
-        text, result = follow(session.driver, request, stream, show)
+        told = SplitText(split, show)
+        _, result = follow(session.driver, request, stream, told.take)
+        told.finish()
     memory = session.driver.memory()
+    uses = session.device_uses(memory)
     if as_json:
         facts = run_facts(
-            text, result, session.placement, session.start_seconds, session.loaded.seconds, memory
-        )
+            told.text, result, session.placement, session.start_seconds, session.loaded.seconds, memory,
+            told.reasoning, uses,
+        )  # fmt: skip
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        print(flush=True)
+        output.end_answer()
     if result.warning is not None:
         warn(result.warning)
+    for line in reason_lines(result):
+        note(line)
     stderr_console().print(phase_table(result))
-    stderr_console().print(memory_table(session.placement, memory, result))
+    stderr_console().print(memory_table(session.placement, memory, result, uses))
     if result.error is not None:
         raise RequestFailedError(result.error)

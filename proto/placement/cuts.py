@@ -1,11 +1,11 @@
 """Makes a `Placement`: stages of layers, and the parts of every layer and of the head."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import ceil
 
 from ..errors import InputError, UnsupportedModelError
-from ..model import ModelSpec, TensorInfo
+from ..model import LayerSpec, ModelSpec, TensorInfo
 from ..ranges import ColumnRange, HeadRange, LayerRange, VocabRange
 from .plan import LayerCut, PartCut, Placement
 from .quant_blocks import block_columns, file_bytes
@@ -13,6 +13,8 @@ from .shares import Grid, Shares, aligned_unit, apportion, boundaries, normalise
 
 ALIGNED_COLUMNS = (32, 8)  # preferred units of float feed-forward widths, in elements
 ALIGNED_ROWS = (64, 32, 8)  # preferred units of the vocab
+
+Run = tuple[int, int]  # [first, end)
 
 
 def place(
@@ -22,12 +24,16 @@ def place(
     layer_cuts: tuple[int, ...] | None = None,
     layer_shares: tuple[float, ...] | None = None,
     tensor_shares: tuple[float, ...] | None = None,
+    whole_layers: frozenset[int] = frozenset(),
+    migrating_layers: frozenset[int] = frozenset(),
 ) -> Placement:
     """Where a model lies on `ranks` workers.
 
     Stages follow `layer_cuts` (first layer of every stage but the first), or `layer_shares`, or are equal; parts
-    follow `tensor_shares` or are equal. Shares are ratios. Stages and parts may be empty. Raises `InputError` that
-    names the bad value, `UnsupportedModelError` for a layer that cannot be cut.
+    follow `tensor_shares` or are equal. Shares are ratios. Stages and parts may be empty. `whole_layers` are not cut:
+    their owner's part is the whole layer, in both layouts. `migrating_layers` are cut, and lie where one layout needs
+    them at a time. Raises `InputError` that names the bad value, `UnsupportedModelError` for a layer that cannot be
+    cut.
     """
     if ranks < 1:
         raise InputError(f"at least one worker is needed, not {ranks}")
@@ -40,10 +46,15 @@ def place(
         ends = boundaries(layers, normalise(layer_shares, ranks, "layer"))
     shares = normalise(tensor_shares, ranks, "tensor")
     rows = aligned_unit(spec.vocab, shares, ALIGNED_ROWS, ragged_end=True)
+    stages = tuple(LayerRange(first, end) for first, end in pairwise((0, *ends)))
+    for layer in sorted(migrating_layers):
+        if layer in whole_layers or not 0 <= layer < layers:
+            raise InputError(f"layer {layer} cannot migrate: it is no cut layer of the model's {layers}")
     return Placement(
-        stages=tuple(LayerRange(first, end) for first, end in pairwise((0, *ends))),
-        layers=_layer_cuts(spec, shares),
+        stages=stages,
+        layers=_layer_cuts(spec, shares, _owners(stages, whole_layers, layers)),
         vocab=tuple(VocabRange(*run) for run in pairwise((0, *boundaries(spec.vocab, shares, rows)))),
+        migrating=tuple(sorted(migrating_layers)) if ranks > 1 else (),
     )
 
 
@@ -61,21 +72,41 @@ def _checked_cuts(cuts: tuple[int, ...], ranks: int, layers: int) -> tuple[int, 
     return cuts
 
 
-def _layer_cuts(spec: ModelSpec, shares: Shares) -> tuple[LayerCut, ...]:
-    heads = [_head_grid(spec, layer, shares) for layer in range(len(spec.layers))]
-    columns = [_feed_forward_grid(spec, layer, shares) for layer in range(len(spec.layers))]
-    head_units, column_units = apportion(heads, shares), apportion(columns, shares)
-    cuts = []
-    for layer, facts in enumerate(spec.layers):
-        queries = [HeadRange(*run) for run in _runs(head_units[layer], heads[layer].unit_width)]
-        feed_forward = [ColumnRange(*run) for run in _runs(column_units[layer], columns[layer].unit_width)]
-        group = facts.query_heads // max(1, facts.kv_heads)
-        parts = zip(queries, feed_forward, strict=True)
-        cuts.append(LayerCut(tuple(PartCut(query, _cover(query, group), run) for query, run in parts)))
-    return tuple(cuts)
+def _owners(stages: Sequence[LayerRange], whole_layers: frozenset[int], layers: int) -> dict[int, int]:
+    """The stage of each layer that is not cut."""
+    for layer in sorted(whole_layers):
+        if not 0 <= layer < layers:
+            raise InputError(f"layer {layer} cannot stay whole: the model has layers 0 to {layers - 1}")
+    return {layer: stage for stage, held in enumerate(stages) for layer in held if layer in whole_layers}
 
 
-def _runs(units: Sequence[int], unit_width: int) -> list[tuple[int, int]]:
+def _layer_cuts(spec: ModelSpec, shares: Shares, owners: Mapping[int, int]) -> tuple[LayerCut, ...]:
+    """`owners`: who has the whole of a layer. The others are cut as if these were not there."""
+    cut_layers = [layer for layer in range(len(spec.layers)) if layer not in owners]
+    heads = [_head_grid(spec, layer, shares) for layer in cut_layers]
+    columns = [_feed_forward_grid(spec, layer, shares) for layer in cut_layers]
+    grids = zip(heads, columns, apportion(heads, shares), apportion(columns, shares), strict=True)
+    cuts = {
+        layer: _parts(
+            spec.layers[layer], _runs(head_units, head.unit_width), _runs(column_units, column.unit_width)
+        )
+        for layer, (head, column, head_units, column_units) in zip(cut_layers, grids, strict=True)
+    }
+    for layer, owner in owners.items():
+        facts, all_or_none = spec.layers[layer], [int(rank == owner) for rank in range(len(shares))]
+        _head_grid(spec, layer, shares)  # refuses what no rank could run
+        cuts[layer] = _parts(facts, _runs(all_or_none, facts.query_heads), _runs(all_or_none, facts.feed_forward))
+    return tuple(cuts[layer] for layer in range(len(spec.layers)))
+
+
+def _parts(facts: LayerSpec, queries: Sequence[Run], feed_forward: Sequence[Run]) -> LayerCut:
+    group = facts.query_heads // max(1, facts.kv_heads)
+    heads = [HeadRange(*run) for run in queries]
+    runs = zip(heads, feed_forward, strict=True)
+    return LayerCut(tuple(PartCut(head, _cover(head, group), ColumnRange(*run)) for head, run in runs))
+
+
+def _runs(units: Sequence[int], unit_width: int) -> list[Run]:
     return [(first * unit_width, end * unit_width) for first, end in pairwise((0, *accumulate(units)))]
 
 

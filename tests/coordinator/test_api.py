@@ -51,6 +51,10 @@ def refused(group: ApiGroup, request: AnyRequest, kind: RefusalKind) -> str:
     return reply.message
 
 
+def ids_of(finished: Finished) -> list[int]:
+    return [token.token for token in finished.result.tokens]
+
+
 def run(group: ApiGroup) -> list[tuple[ClientPeer, AnyReply]]:
     """Work until nothing is left; all that clients are told."""
     told: list[tuple[ClientPeer, AnyReply]] = []
@@ -75,8 +79,8 @@ def test_a_stream_is_the_whole_answer_in_pieces() -> None:
     *pieces, finished = [reply for _, reply in run(group)]
     assert isinstance(finished, Finished)
     expected = answer_ids("hello", 20)
-    assert list(finished.tokens) == expected
-    assert finished.finish_reason == "length"
+    assert ids_of(finished) == expected
+    assert finished.result.finish_reason == "length"
     written = [piece for piece in pieces if isinstance(piece, TokensWritten)]
     assert len(written) == len(pieces) > 1
     assert [token.token for piece in written for token in piece.tokens] == expected
@@ -94,6 +98,7 @@ def test_without_stream_there_is_one_message_and_the_same_text() -> None:
     assert isinstance(streamed, Finished)
     assert isinstance(whole, Finished)
     assert whole.text == whole.rest == streamed.text
+    assert ids_of(whole) == ids_of(streamed)
 
 
 def test_a_stop_string_ends_the_answer_before_it() -> None:
@@ -104,7 +109,7 @@ def test_a_stop_string_ends_the_answer_before_it() -> None:
     one(group, Generate(1, text="world", max_tokens=20, stop=(stop,)), Accepted)
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert (finished.text, finished.finish_reason, len(finished.tokens)) == (text[:4], "stop", 6)
+    assert (finished.text, finished.result.finish_reason, len(ids_of(finished))) == (text[:4], "stop", 6)
 
 
 def test_many_requests_of_two_clients_are_answered_each_to_its_own() -> None:
@@ -115,7 +120,7 @@ def test_many_requests_of_two_clients_are_answered_each_to_its_own() -> None:
         accepted = one(group, Generate(index, text=prompt, max_tokens=count), Accepted, peer)
         asked[accepted.request] = peer, answer_ids(prompt, count)
     finished = [(peer, reply) for peer, reply in run(group) if isinstance(reply, Finished)]
-    assert {reply.request: (peer, list(reply.tokens)) for peer, reply in finished} == asked
+    assert {reply.request: (peer, ids_of(reply)) for peer, reply in finished} == asked
     assert group.at_rest
 
 
@@ -131,7 +136,7 @@ def test_a_cancelled_request_finishes_as_cancelled_and_its_id_is_stale_then() ->
     assert one(group, Cancel(2, request), Cancelled).request == request
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert finished.finish_reason == "cancelled"
+    assert finished.result.finish_reason == "cancelled"
     assert "no request" in refused(group, Cancel(3, request), RefusalKind.UNKNOWN_REQUEST)
     assert group.at_rest
 
@@ -142,7 +147,7 @@ def test_nobody_cancels_what_another_client_asked_for() -> None:
     refused(group, Cancel(2, request), RefusalKind.UNKNOWN_REQUEST)
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert finished.finish_reason == "length"
+    assert finished.result.finish_reason == "length"
 
 
 def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
@@ -180,13 +185,16 @@ def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
         ({"text": "a", "sampling": Sampling(min_p=float("-inf"))}, "min_p"),
         ({"text": "a", "sampling": Sampling(top_k=-5)}, "top_k"),
         ({"text": "a", "sampling": Sampling(repetition_penalty=float("nan"))}, "repetition_penalty"),
+        ({"text": "a", "sampling": Sampling(presence_penalty=float("inf"))}, "presence_penalty"),
+        ({"text": "a", "sampling": Sampling(frequency_penalty=1e308)}, "frequency_penalty"),
+        ({"text": "a", "sampling": Sampling(logit_bias=((-1, 1.0),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(logit_bias=((10**6, 1.0),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(logit_bias=((1, float("nan")),))}, "logit_bias"),
         ({"text": "a", "sampling": Sampling(seed=-1)}, "seed"),
         ({"text": "a", "sampling": Sampling(logprobs=-1)}, "logprobs"),
     ],
 )
-def test_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
+def test_f13_f34_f37_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
     request_fields: dict[str, object], message: str
 ) -> None:
     group = ApiGroup()
@@ -197,7 +205,7 @@ def test_a_value_that_cannot_be_taken_is_named_and_the_next_request_works(
 
 
 @pytest.mark.parametrize("length", [CONTEXT + 1, 100 * CONTEXT, 4_000_000])
-def test_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> None:
+def test_f35_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> None:
     group = ApiGroup()
     message = refused(group, Generate(1, text="a" * length, max_tokens=1), RefusalKind.DOES_NOT_FIT)
     assert str(CONTEXT) in message
@@ -205,30 +213,30 @@ def test_a_prompt_over_the_context_is_refused_with_the_counts(length: int) -> No
 
 
 @pytest.mark.parametrize("prompt", [{"text": ""}, {"ids": ()}])
-def test_an_empty_prompt_is_the_begin_of_text_token_alone(prompt: dict[str, object]) -> None:
+def test_f13_an_empty_prompt_is_the_begin_of_text_token_alone(prompt: dict[str, object]) -> None:
     group = ApiGroup()
     assert one(group, Generate(1, max_tokens=4, **prompt), Accepted).prompt_tokens == 1  # type: ignore[arg-type]
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert list(finished.tokens) == answer_ids((1,), 4)
+    assert ids_of(finished) == answer_ids((1,), 4)
 
 
 @pytest.mark.parametrize(("prompt", "written"), [(CONTEXT - 1, 2), (CONTEXT, 1)])
-def test_an_answer_ends_where_the_context_does(prompt: int, written: int) -> None:
+def test_f34_an_answer_ends_where_the_context_does(prompt: int, written: int) -> None:
     group = ApiGroup()
     one(group, Generate(1, text="a" * prompt), Accepted)
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert (len(finished.tokens), finished.finish_reason) == (written, "length")
+    assert (len(ids_of(finished)), finished.result.finish_reason) == (written, "length")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_small_limits_give_exactly_that_many_tokens(count: int) -> None:
+def test_f34_small_limits_give_exactly_that_many_tokens(count: int) -> None:
     group = ApiGroup()
     one(group, Generate(1, text="abc", max_tokens=count), Accepted)
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert len(finished.tokens) == count
+    assert len(ids_of(finished)) == count
 
 
 def test_status_counts_requests_and_slots_and_tells_of_no_prompt() -> None:
@@ -244,6 +252,7 @@ def test_status_counts_requests_and_slots_and_tells_of_no_prompt() -> None:
     assert "secret" not in repr(status)
     run(group)
     status = one(group, AskStatus(10), StatusReported)
+    assert (status.shifts.committed, status.shifts.declined, status.restarts) == (3, 0, 0)
     assert (status.queue.waiting, status.queue.open, status.queue.closing) == (0, 0, 0)
     assert all(rank.free_kv_slots == rank.kv_slots for rank in status.ranks)
 
@@ -292,7 +301,7 @@ def test_after_a_refused_switch_everything_is_as_before(
     one(group, Generate(3, text="hello", max_tokens=5, plan_epoch=before.epoch), Accepted)
     finished = run(group)[-1][1]
     assert isinstance(finished, Finished)
-    assert list(finished.tokens) == answer_ids("hello", 5)
+    assert ids_of(finished) == answer_ids("hello", 5)
 
 
 def test_a_conversation_is_its_clients_own_and_forgotten_with_it() -> None:
@@ -307,9 +316,9 @@ def test_a_conversation_is_its_clients_own_and_forgotten_with_it() -> None:
     own = run(group)[-1][1]
     assert isinstance(others, Finished)
     assert isinstance(own, Finished)
-    assert others.tokens == own.tokens
-    assert others.result["prefill"]["cached_tokens"] == 0
-    assert own.result["prefill"]["cached_tokens"] > 64
+    assert ids_of(others) == ids_of(own)
+    assert others.result.prefill.cached_tokens == 0
+    assert own.result.prefill.cached_tokens > 64
     group.api.left(ANNA)
     group.api.left(BEN)
     assert group.at_rest
@@ -327,7 +336,7 @@ def test_a_full_queue_refuses_until_there_is_room() -> None:
     assert group.at_rest
 
 
-def test_when_the_group_ends_every_stream_fails_and_status_says_so() -> None:
+def test_f20_when_the_group_ends_every_stream_fails_and_status_says_so() -> None:
     group = ApiGroup()
     request = one(group, Generate(5, text="hello", max_tokens=50), Accepted).request
     one(group, AskStatus(1), StatusReported, BEN)

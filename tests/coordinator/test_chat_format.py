@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from gearshift.coordinator.chat.format import ChatFormat
 from gearshift.coordinator.chat.literal import Marker
-from gearshift.coordinator.chat.reasoning import Piece, PieceKind, ReasoningSplit, opens_reasoning
+from gearshift.coordinator.chat.reasoning import ReasoningSplit, opens_reasoning
 from gearshift.coordinator.chat.renderer import TemplateRenderer
 from gearshift.coordinator.chat.templates import ChatTemplates
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
 from gearshift.proto.errors import InputError
+from gearshift.proto.pieces import Piece, PieceKind
 
 # The template of Gemma's instruct models: contents trimmed, system folded into the first turn, roles that alternate.
 GEMMA_TEMPLATE = """\

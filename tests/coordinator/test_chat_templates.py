@@ -189,6 +189,11 @@ def test_f14_a_file_without_a_template_refuses_chat_and_says_what_works(metadata
         ChatTemplates.of_file(metadata).choose(None, has_tools=False)
 
 
+def test_f14_a_template_that_is_no_text_is_named() -> None:
+    with pytest.raises(InputError, match=r"no chat template \(tokenizer.chat_template holds no text\)"):
+        ChatTemplates.of_file({"tokenizer.chat_template": 7}).choose(None, has_tools=False)
+
+
 # Messages
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gearshift import __version__
-from gearshift.coordinator.cluster import Cluster, LaunchFailure
+from gearshift.coordinator.cluster import Cluster, LaunchFailure, _Stopped
 from gearshift.proto.channel import CoordinatorChannel, WorkerChannel
 from gearshift.proto.codec import PROTOCOL_VERSION
 from gearshift.proto.commands import OpenLinks, Refuse, ReportMemory, Shutdown, Welcome
@@ -26,6 +26,7 @@ class FakeWatch:
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
         self._failure: LaunchFailure | None = None
+        self.stopped_workers: tuple[tuple[Rank, int], ...] = ()
 
     def report(self, failure: LaunchFailure) -> None:
         self._failure = failure
@@ -36,6 +37,9 @@ class FakeWatch:
 
     def poll(self) -> LaunchFailure | None:
         return self._failure
+
+    def stopped(self) -> tuple[tuple[Rank, int], ...]:
+        return self.stopped_workers
 
     def close(self) -> None:
         os.close(self._read_end)
@@ -169,6 +173,14 @@ def test_a_process_end_during_the_join_is_told_at_once(bench: Bench) -> None:
     bench.watch.report(exited(1, 1, "ImportError: no such library"))
     with pytest.raises(WorkerLostError, match=r"rank 1 .*exit code 1(.|\n)*no such library"):
         cluster.join()
+
+
+def test_a_worker_that_is_stopped_before_it_joins_is_lost_soon_even_when_it_is_the_only_one() -> None:
+    stopped, worker = _Stopped(), ((Rank(0), 1000),)
+    assert [stopped.look(worker, now / 2) for now in range(16)] == [""] * 16
+    assert "rank 0 (pid 1000) was stopped and has not gone on for 8 s" in stopped.look(worker, 8.0)
+    assert stopped.look((), 8.5) == stopped.look(worker, 9.0) == ""  # it went on in between
+    assert stopped.look(worker, 100.0) == ""  # we did not look for so long: we were stopped as well
 
 
 def test_a_kill_is_the_root_cause_even_when_a_peer_complains_first(bench: Bench) -> None:

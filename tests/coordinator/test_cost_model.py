@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from gearshift.coordinator.cost_model import (
     ChunkCost,
-    costs_from_measurements,
+    LinkCost,
+    ShiftCost,
+    StepCost,
     fit,
-    measuring_points,
 )
-from gearshift.proto.ids import Layout
 
 POINTS = [(0, 64), (0, 256), (512, 64), (1024, 128), (0, 512)]
 
@@ -42,28 +42,25 @@ def test_the_sum_over_chunks_does_not_depend_on_the_cuts() -> None:
     assert one == pytest.approx(cost.variable_seconds(10, 30) + cost.variable_seconds(40, 70))
 
 
-@pytest.mark.parametrize("context", [8, 16, 64, 255, 575, 576, 4096])
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_measuring_points_stay_within_the_context_and_end_with_a_decode_step(
-    device: str, layout: Layout, context: int
-) -> None:
-    *chunks, step = measuring_points(device, layout, context)
-    assert all(cached + tokens <= context for cached, tokens in [*chunks, step])
-    assert step[1] == 1
-    assert len(set(chunks)) == (3 if layout is Layout.LAYER else 2)
-    assert all(tokens > 1 for _, tokens in chunks)
+def test_a_step_is_linear_between_the_batches_measured_and_beyond_them() -> None:
+    step = StepCost(((1, 1.0), (4, 2.5), (8, 3.5)), per_cached_token=0.01)
+    assert [step.seconds(batch) for batch in (1, 2, 4, 6, 8, 12)] == pytest.approx([1.0, 1.5, 2.5, 3.0, 3.5, 4.5])
+    assert step.seconds(2, 100) == pytest.approx(1.5 + 0.01 * 2 * 100)
+    assert StepCost(((1, 1.0),)).seconds(8) == 1.0
+    assert StepCost(((1, 2.0), (4, 1.0))).seconds(3) == 2.0, "a larger batch never takes less"
 
 
-def test_costs_take_each_stage_alone_and_the_slowest_rank_under_tensor() -> None:
-    points = measuring_points("cpu", Layout.LAYER, 4096)
-    tensor_points = measuring_points("cpu", Layout.TENSOR, 4096)
-    layer = [[1.0, 4.0, 1.5, 0.25], [2.0, 8.0, 3.0, 0.5]]
-    costs = costs_from_measurements(points, layer, tensor_points, [[1.0, 2.0, 0.1], [1.5, 1.9, 0.3]], 1e-6)
-    assert costs.decode_layer_seconds == 0.75
-    assert costs.decode_tensor_seconds == 0.3
-    assert costs.stages[1].seconds(0, 256) == pytest.approx(2 * costs.stages[0].seconds(0, 256))
-    assert costs.tensor_prefill is not None
-    assert costs.tensor_prefill.seconds(0, 64) == pytest.approx(1.5)
-    assert costs.tensor_prefill.seconds(0, 256) == pytest.approx(2.0)
-    assert costs_from_measurements(points, layer).tensor_prefill is None
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 1.0)), ((4, 1.0), (1, 1.0))])
+def test_a_step_needs_ascending_batches(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        StepCost(points)
+
+
+def test_a_link_takes_time_for_each_transfer_and_each_byte() -> None:
+    assert LinkCost(0.5, 10.0).seconds(20, transfers=2) == 3.0
+
+
+def test_a_shift_of_nothing_takes_no_time() -> None:
+    shift = ShiftCost(0.5, 0.1)
+    assert shift.seconds(0) == 0.0
+    assert shift.seconds(10) == pytest.approx(1.5)

@@ -10,19 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunk_plan import Auto, Fixed
 from gearshift.coordinator.driver import Driver, DriverSettings, generate
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity, window_targets
-from gearshift.coordinator.generation import (
-    Event,
-    FinishedEvent,
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    TokenEvent,
-)
+from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
 from gearshift.proto.commands import LoadModel, MeasureCosts, RunTick, Shutdown
 from gearshift.proto.errors import DoesNotFitError, InputError, RequestFailedError, WorkerLostError
+from gearshift.proto.generation_result import FinishReason, GenerationResult
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.fake_group import FakeGroup
@@ -77,21 +71,25 @@ def test_a_load_without_progress_ends_with_the_absent_ranks() -> None:
 
 
 def test_costs_are_measured_in_both_layouts_and_used_by_the_policy() -> None:
-    driver, group = new_driver(2)
+    driver, _ = new_driver(2)
     driver.load()
-    costs = driver.measure_costs()
-    assert [command.layout for command in group.log if isinstance(command, MeasureCosts)] == list(Layout)
-    assert costs.stages[0].per_chunk == pytest.approx(1e-3, rel=0.001)
-    assert costs.decode_layer_seconds == pytest.approx(2 * costs.decode_tensor_seconds)  # type: ignore[operator]
-    assert costs.shift_seconds_per_token > 0
+    parts: list[str] = []
+    costs = driver.measure_costs(on_part=parts.append).costs
+    assert parts == [words for words, _ in driver.measuring_plan().commands()]
+    assert driver.costs == costs
+    assert costs.stages[0].per_chunk == pytest.approx(2e-3, rel=0.001)  # two of the four layers
+    assert costs.decode_layer is not None
+    assert costs.decode_tensor is not None
+    assert costs.decode_layer.seconds() > costs.decode_tensor.seconds()
+    assert costs.to_tensor.per_token_seconds > 0
     result = result_of(list(generate(driver, asked(prefill=None, decode=None))))
     assert "predicted fastest" in result.prefill.reason
 
 
 def test_one_rank_measures_the_layer_layout_alone() -> None:
     driver, group = new_driver(1)
-    assert driver.measure_costs().tensor_prefill is None
-    assert len([command for command in group.log if isinstance(command, MeasureCosts)]) == 1
+    assert driver.measure_costs().costs.tensor_prefill is None
+    assert not any(command.tensor_chunks for command in group.log if isinstance(command, MeasureCosts))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -313,3 +311,31 @@ def test_rows_that_never_came_are_an_error_not_zeros() -> None:
     group._rows = lambda request, start, rows: whole(request, start, rows[1:])  # type: ignore[method-assign]
     with pytest.raises(RequestFailedError, match="rows of logits"):
         collect_logits(driver, PROMPT, 50, LAYER, TENSOR)
+
+
+def test_later_requests_are_planned_with_what_earlier_ones_took_and_queued_ones_as_they_were() -> None:
+    driver, _ = new_driver(2, max_open=1)
+    driver.load()
+    start = driver.measure_costs().costs
+    queued = asked(prompt=PROMPT * 2, chunk_rule=Auto(), max_tokens=1)
+    planned = driver.plan(queued).chunks
+    driver.submit(asked(prompt=PROMPT * 2, chunk_rule=Fixed((8,))))  # the group reports 1 s a chunk
+    waiting = driver.submit(queued)
+    finished: dict[int, GenerationResult] = {}
+    while not driver.idle:
+        finished |= {one.request: one.result for one in driver.step(0.0) if isinstance(one, FinishedEvent)}
+    assert driver.work_observed > 0
+    assert driver.costs is not None
+    assert driver.costs.stages[0].seconds(0, 8) > 20 * start.stages[0].seconds(0, 8)
+    assert driver.plan(queued).chunks != planned, "or this test shows nothing"
+    assert finished[waiting].prefill.chunks == planned
+
+
+def test_costs_given_by_the_user_stay_as_they_are() -> None:
+    driver, _ = new_driver(2)
+    driver.load()
+    given = driver.measure_costs().costs
+    driver.use_costs(given, refine=False)
+    list(generate(driver, asked(chunk_rule=Fixed((8,)))))
+    assert driver.costs is given
+    assert driver.work_observed == 0

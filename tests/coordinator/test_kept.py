@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
-from gearshift.coordinator.cost_model import ChunkCost, Costs
-from gearshift.coordinator.generation import FinishReason, GenerationRequest, KeptPrefix, RequestPlan
-from gearshift.coordinator.planning import plan_request
+from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
+from gearshift.coordinator.planning import GroupState, plan_request
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.tests.helpers.fake_model import expected_answer
 from gearshift.tests.helpers.scheduler_run import (
@@ -44,12 +45,8 @@ def planned(run: Run, request_id: int, request: GenerationRequest, costs: Costs 
     return plan_request(
         RequestId(request_id),
         request,
-        ranks=run.group.ranks,
-        vocab=VOCAB,
-        context_tokens=CONTEXT,
-        costs=costs,
-        limits=LIMITS,
-        kept=run.scheduler.kept_prefix(request.conversation, request.prompt),
+        GroupState(run.group.ranks, VOCAB, CONTEXT, costs, LIMITS),
+        run.scheduler.kept_prefix(request.conversation, request.prompt),
     )
 
 
@@ -181,6 +178,19 @@ def test_a_declined_way_back_is_read_where_the_prefix_lies(decode: Layout) -> No
     assert_nothing_is_lost(run)
 
 
+@pytest.mark.parametrize("decode", list(Layout))
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_way_back_that_arrives_damaged_is_made_once_more_or_given_up(decode: Layout, times: int) -> None:
+    run = new_run(2, damaging={1: times})
+    ask(run, 0, turn(prompt_of(100), 5, LAYER, TENSOR))
+    assert ask(run, 1, turn(prompt_of(180), 5, LAYER, decode)) == 100
+    session = run.sessions()[1]
+    assert session.layout is (decode if times == 1 else TENSOR)
+    assert session.moved_again == 1
+    assert (session.shift_failure is not None) == (times == 2)
+    assert_nothing_is_lost(run)
+
+
 def test_others_get_the_slots_of_what_is_kept() -> None:
     run = new_run(2, requests_of_context=1)
     ask(run, 0, turn(prompt_of(200), 5, LAYER, TENSOR))
@@ -223,18 +233,17 @@ def test_of_more_conversations_than_are_kept_the_longest_unused_goes() -> None:
 def test_what_asks_for_every_position_reads_every_position(everything: dict[str, object]) -> None:
     request = replace(turn(prompt_of(10)), **everything)
     kept = KeptPrefix(RequestId(0), 5, LAYER)
-    made = plan_request(
-        RequestId(1), request, ranks=2, vocab=VOCAB, context_tokens=CONTEXT, costs=None, limits=LIMITS, kept=kept
-    )
+    made = plan_request(RequestId(1), request, GroupState(2, VOCAB, CONTEXT, None, LIMITS), kept)
     assert made.kept is None
 
 
 SLOW_TENSOR = Costs(
     stages=(ChunkCost(1e-3, 1e-4), ChunkCost(1e-3, 1e-4)),
     tensor_prefill=ChunkCost(1e-3, 1e-3),
-    decode_layer_seconds=2e-2,
-    decode_tensor_seconds=1e-2,
-    shift_seconds_per_token=1e-5,
+    decode_layer=StepCost(((1, 2e-2),)),
+    decode_tensor=StepCost(((1, 1e-2),)),
+    to_tensor=ShiftCost(0.0, 1e-5),
+    to_layer=ShiftCost(0.0, 1e-5),
 )
 
 
@@ -242,9 +251,11 @@ def test_the_policy_reads_a_short_rest_where_it_lies_and_takes_a_long_one_back()
     def journey(prompt: int, kept: int) -> tuple[int, Layout, Layout]:
         request = replace(turn(prompt_of(prompt), 64), chunk_rule=Auto())
         made = plan_request(
-            RequestId(1), request, ranks=2, vocab=VOCAB, context_tokens=1000, costs=SLOW_TENSOR, limits=LIMITS,
-            kept=KeptPrefix(RequestId(0), kept, TENSOR),
-        )  # fmt: skip
+            RequestId(1),
+            request,
+            GroupState(2, VOCAB, 1000, SLOW_TENSOR, LIMITS),
+            KeptPrefix(RequestId(0), kept, TENSOR),
+        )
         return made.cached_tokens, made.prefill, made.decode
 
     assert journey(302, 300) == (300, TENSOR, TENSOR)

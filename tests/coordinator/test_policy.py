@@ -5,29 +5,32 @@ from dataclasses import replace
 import pytest
 
 from gearshift.coordinator.chunk_plan import Auto, Limits
-from gearshift.coordinator.cost_model import ChunkCost, Costs
+from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.forecast import Task
 from gearshift.coordinator.policy import Choice, choose
+from gearshift.coordinator.regret import Regret
 from gearshift.proto.ids import Layout
 
 LIMITS = Limits(32, 64, 512)
 COSTS = Costs(
     stages=(ChunkCost(1e-3, 1e-4),) * 2,
     tensor_prefill=ChunkCost(2e-3, 1.5e-4),
-    decode_layer_seconds=20e-3,
-    decode_tensor_seconds=12e-3,
-    shift_seconds_per_token=1e-6,
+    decode_layer=StepCost(((1, 20e-3),)),
+    decode_tensor=StepCost(((1, 12e-3),)),
+    to_tensor=ShiftCost(0.0, 1e-6),
+    to_layer=ShiftCost(0.0, 1e-6),
 )
 
 
 def pick(
     costs: Costs | None,
     prompt: int = 2000,
-    output: int | None = 100,
+    output: int = 100,
     prefill: Layout | None = None,
     decode: Layout | None = None,
     ranks: int = 2,
 ) -> Choice:
-    return choose(prompt, output, costs, prefill, decode, ranks=ranks, rule=Auto(), limits=LIMITS)
+    return choose(Task(prompt, output - 1), costs, prefill, decode, ranks=ranks, rule=Auto(), limits=LIMITS)
 
 
 def test_the_fastest_journey_is_taken_and_all_times_are_named() -> None:
@@ -39,7 +42,7 @@ def test_the_fastest_journey_is_taken_and_all_times_are_named() -> None:
 
 
 def test_a_dear_shift_keeps_a_short_answer_in_its_layout() -> None:
-    choice = pick(replace(COSTS, shift_seconds_per_token=1.0), output=2)
+    choice = pick(replace(COSTS, to_tensor=ShiftCost(0.0, 1.0), to_layer=ShiftCost(0.0, 1.0)), output=2)
     assert choice.prefill is choice.decode
 
 
@@ -74,5 +77,50 @@ def test_without_costs_the_usual_layouts_are_taken_and_said_to_be_a_guess() -> N
 
 
 def test_a_part_that_was_not_measured_is_not_chosen() -> None:
-    choice = pick(replace(COSTS, tensor_prefill=None, decode_tensor_seconds=None))
+    choice = pick(replace(COSTS, tensor_prefill=None, decode_tensor=None))
     assert set(choice.predicted) == {(Layout.LAYER, Layout.LAYER)}
+
+
+def migrating(costs: Costs, prompt: int, output: int, weights: Regret) -> Choice:
+    task = Task(prompt, output - 1)
+    return choose(task, costs, None, None, ranks=2, rule=Auto(), limits=LIMITS, weights=weights)
+
+
+def test_weights_move_for_one_long_answer_at_once() -> None:
+    choice = migrating(COSTS, 2000, 1000, Regret(Layout.LAYER, 0.5, 0.5))  # 8 s are saved
+    assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.TENSOR)
+    assert choice.weights is not None
+    assert choice.weights.state is Layout.TENSOR
+    assert "moves weights (staying would cost more than the 1 s of a move there and back)" in choice.reason
+
+
+def test_weights_that_would_save_less_than_a_round_trip_stay_until_enough_was_lost() -> None:
+    layer_prompts_lose = replace(COSTS, tensor_prefill=COSTS.stages[0])  # nothing is gained by going back
+    weights: Regret | None = Regret(Layout.LAYER, 1.0, 1.0)
+    decoded = []
+    for _ in range(6):
+        assert weights is not None
+        choice = migrating(layer_prompts_lose, 64, 100, weights)  # 0.8 s lost by staying
+        decoded.append(choice.decode)
+        weights = choice.weights
+    assert decoded == [Layout.LAYER] * 2 + [Layout.TENSOR] * 4
+
+
+def test_alternating_requests_move_no_weights() -> None:
+    costs = replace(COSTS, tensor_prefill=ChunkCost(2e-3, 3e-4))
+    weights: Regret | None = Regret(Layout.LAYER, 3.0, 3.0)
+    for turn in range(40):
+        assert weights is not None
+        choice = migrating(costs, 4000, 2, weights) if turn % 2 else migrating(costs, 64, 100, weights)
+        weights = choice.weights
+        assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.LAYER)
+        assert "leaves weights where they are" in choice.reason
+
+
+def test_layouts_that_were_asked_for_take_the_weights_along() -> None:
+    task = Task(100, 10)
+    choice = choose(
+        task, COSTS, Layout.LAYER, Layout.TENSOR, ranks=2, rule=Auto(), limits=LIMITS,
+        weights=Regret(Layout.LAYER, 1.0, 1.0, 0.7),
+    )  # fmt: skip
+    assert choice.weights == Regret(Layout.TENSOR, 1.0, 1.0)

@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed
-from gearshift.coordinator.generation import (
-    FinishReason,
-    GenerationRequest,
-)
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest, PrepareShift, RunTick
 from gearshift.proto.errors import ProtocolError
+from gearshift.proto.generation_result import FinishReason, ShiftFailureKind
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.reports import ShiftPrepared, TickFinished
 from gearshift.tests.helpers.fake_group import FakeGroup
@@ -145,6 +143,76 @@ def test_a_declined_shift_is_abandoned_and_the_request_finishes_where_it_is() ->
     assert sessions[1].layout is TENSOR
     assert sessions[1].warning is None
     assert of_type(run.group, AbandonShift) == [AbandonShift(RequestId(0))]
+    assert run.group.clean
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_f27_blocks_that_arrive_damaged_are_sent_once_more_and_no_token_is_wrong(ranks: int, seed: int) -> None:
+    run = new_run(ranks, seed=seed, damaging={0: 1})
+    for index in range(2):
+        run.scheduler.submit(plan(index, asked(100, 9, LAYER, TENSOR, chunk=30), ranks))
+    run.finish()
+    assert run.tokens(0) == run.tokens(1) == expected_answer(prompt_of(100), 9, VOCAB)
+    sessions = run.sessions()
+    assert [sessions[index].layout for index in range(2)] == [TENSOR, TENSOR]
+    assert [sessions[index].moved_again for index in range(2)] == [1, 0]
+    assert "once more" in (sessions[0].warning or "")
+    assert sessions[0].shift_failure is None
+    assert (run.scheduler.shift_counts.committed, run.scheduler.shift_counts.damaged) == (2, 1)
+    assert run.group.clean
+    assert run.pool.free_counts == run.group._slots
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_f27_a_shift_damaged_twice_is_given_up_and_the_next_request_shifts(seed: int) -> None:
+    run = new_run(2, seed=seed, damaging={0: 2})
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR, chunk=30), 2))
+    run.finish()
+    run.scheduler.submit(plan(1, asked(100, 9, LAYER, TENSOR, chunk=30), 2))
+    run.finish()
+    assert run.tokens(0) == run.tokens(1) == expected_answer(prompt_of(100), 9, VOCAB)
+    first, second = run.sessions()[0], run.sessions()[1]
+    assert (first.layout, second.layout) == (LAYER, TENSOR)
+    assert first.shift_failure is not None
+    assert (first.shift_failure.kind, first.shift_failure.to) == (ShiftFailureKind.DAMAGED, TENSOR)
+    assert "damaged twice: layers of stage" in (first.warning or "")
+    assert (first.finish_reason, len(first.tokens)) == (FinishReason.LENGTH, 9)
+    counts = run.scheduler.shift_counts
+    assert (counts.committed, counts.damaged, counts.failed) == (1, 2, {ShiftFailureKind.DAMAGED: 1})
+    assert of_type(run.group, AbandonShift) == [AbandonShift(RequestId(0))]
+    assert run.group.clean
+    assert run.pool.free_counts == run.group._slots
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_request_cancelled_while_its_damage_is_found_gives_all_slots_back(seed: int) -> None:
+    run = new_run(2, seed=seed, damaging={0: 1})
+    run.scheduler.submit(plan(0, asked(100, 30, LAYER, TENSOR, chunk=100), 2))
+    run.send()
+    while not of_type(run.group, CommitShift):
+        run.report()
+        run.send()
+    run.scheduler.cancel(RequestId(0))
+    run.finish()
+    assert run.sessions()[0].finish_reason is FinishReason.CANCELLED
+    assert run.group.clean
+    assert run.pool.free_counts == run.group._slots
+
+
+def test_the_source_of_a_shift_stays_until_every_rank_has_committed() -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(100, 30, LAYER, TENSOR, chunk=100), 2))
+    run.send()
+    while not of_type(run.group, CommitShift):
+        run.report()
+        run.send()
+    held = run.pool.free_counts
+    while len(run.scheduler.late_ranks()) and run.pool.free_counts == held:
+        run.report()
+    assert all(now > before for now, before in zip(run.pool.free_counts, held, strict=True))
+    assert run.scheduler.shift_counts.committed == 1
+    run.finish()
     assert run.group.clean
 
 
@@ -304,7 +372,10 @@ def test_random_schedules_keep_the_logs_rules_and_answer_as_one_worker_would(
     # Stage 0 has a layer and part 0 a head in it, whatever else is empty.
     empty = data.draw(st.frozensets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=3))
     cancels = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 4), max_size=2))
-    run = new_run(ranks, seed=seed, steps=steps, max_open=3, declining=declining, empty=empty)
+    damaging = data.draw(st.dictionaries(st.integers(0, 4), st.integers(1, 2), max_size=2))
+    run = new_run(
+        ranks, seed=seed, steps=steps, max_open=3, declining=declining, damaging=damaging, empty=empty
+    )
     for index, request in enumerate(requests):
         run.scheduler.submit(plan(index, request, ranks))
     run.send()

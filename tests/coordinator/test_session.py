@@ -2,10 +2,11 @@
 
 import pytest
 
-from gearshift.coordinator.generation import FinishReason, GenerationRequest, RequestPlan
+from gearshift.coordinator.generation import GenerationRequest, RequestPlan
 from gearshift.coordinator.session import Phase, Session
 from gearshift.proto.commands import AbandonShift, CommitShift, HashKv, OpenRequest, PrepareShift
 from gearshift.proto.errors import ProtocolError
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.kv import BundleTable
 from gearshift.proto.reports import KvHashed, SampledToken, ShiftPrepared

@@ -130,9 +130,6 @@ def test_facts_of_the_real_files(models: dict[str, Model]) -> None:
     smollm2, gemma3 = models["smollm2"].tokenizer, models["gemma3"].tokenizer
     assert (smollm2.vocab_size, smollm2.bos, smollm2.eos) == (49152, 1, 2)
     assert (gemma3.vocab_size, gemma3.bos, gemma3.eos) == (262144, 2, 1)
-    assert smollm2.chat_template is not None
-    assert "<|im_start|>" in smollm2.chat_template
-    assert gemma3.chat_template is None
     assert smollm2.warnings == gemma3.warnings == ()
 
 

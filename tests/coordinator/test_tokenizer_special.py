@@ -194,11 +194,3 @@ def test_f13_what_is_no_whole_number_is_refused(token_id: object) -> None:
 def test_good_ids_pass_and_none_are_none() -> None:
     assert check_token_ids([0, 99], 100) == [0, 99]
     assert check_token_ids([], 100) == []
-
-
-def test_a_template_that_is_no_string_counts_as_none() -> None:
-    base = {"tokenizer.ggml.model": "none"}
-    assert build_tokenizer({**base, "tokenizer.chat_template": "{{ x }}"}).chat_template == "{{ x }}"
-    odd = build_tokenizer({**base, "tokenizer.chat_template": 7})
-    assert odd.chat_template is None
-    assert "chat_template is not a string" in odd.warnings[0]

@@ -23,7 +23,7 @@ from gearshift.tests.helpers.commands import GEARSHIFT
 from gearshift.tests.helpers.processes import Watched
 from gearshift.tests.helpers.scripted_model import build_scripted_model
 
-MARK = "GEARSHIFT_TEST_MARK"
+MARK = "TEST_OF_GEARSHIFT_MARK"
 MOMENT_SECONDS = 60  # for a moment to come, on a busy machine
 LOOK_SECONDS = 0.02
 GONE_SECONDS = 10
@@ -173,7 +173,7 @@ def test_kill_of_the_run_itself_leaves_nothing(moment: str, tmp_path: Path) -> N
     ("moment", "victim"),
     [("prefill", 1), slow("prefill", 0), slow("load", 0), slow("join", 1), slow("decode", 0), slow("decode", 1)],
 )
-def test_a_killed_worker_ends_the_run_by_rank_and_signal(moment: str, victim: int, tmp_path: Path) -> None:
+def test_f20_a_killed_worker_ends_the_run_by_rank_and_signal(moment: str, victim: int, tmp_path: Path) -> None:
     with running(moment, *words_for(moment, tmp_path)) as (run, watched):
         pid = run.pids(WORKER)[victim]
         os.kill(pid, signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_a_killed_agent_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", [slow("decode"), slow("prefill")])
-def test_a_worker_that_stops_answering_is_lost_within_15_seconds(moment: str, tmp_path: Path) -> None:
+def test_f20_a_worker_that_stops_answering_is_lost_within_15_seconds(moment: str, tmp_path: Path) -> None:
     with running(moment, *words_for(moment, tmp_path)) as (run, watched):
         pid = run.pids(WORKER)[0]
         os.kill(pid, signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_a_worker_that_stops_answering_is_lost_within_15_seconds(moment: str, tm
 
 
 @pytest.mark.slow
-def test_a_worker_that_never_joins_is_named_soon_after_the_others_have(tmp_path: Path) -> None:
+def test_f42_a_worker_that_never_joins_is_named_soon_after_the_others_have(tmp_path: Path) -> None:
     with running("join", *words_for("join", tmp_path)) as (run, watched):
         os.kill(run.pids(WORKER)[1], signal.SIGSTOP)
         # Counted from here, torch's import in the other worker is in it.

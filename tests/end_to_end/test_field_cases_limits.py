@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from gearshift.coordinator.driver import Driver, generate
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.launch.command_line import run_command
 from gearshift.proto.errors import InputError
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.running_groups import RunningGroups
@@ -54,7 +55,7 @@ def answered(driver: Driver, prompt_tokens: int, max_tokens: Any) -> GenerationR
         (64, None, 1),
     ],
 )
-def test_the_count_is_exact_and_the_reason_is_the_length(
+def test_f34_the_count_is_exact_and_the_reason_is_the_length(
     driver: Driver, prompt_tokens: int, max_tokens: int | None, written: int
 ) -> None:
     result = answered(driver, prompt_tokens, max_tokens)
@@ -65,13 +66,13 @@ def test_the_count_is_exact_and_the_reason_is_the_length(
 
 
 @pytest.mark.parametrize("max_tokens", [-1, -2, 1.5, 2.0, "5", True])
-def test_what_is_no_count_is_refused_and_the_next_request_runs(driver: Driver, max_tokens: Any) -> None:
+def test_f34_what_is_no_count_is_refused_and_the_next_request_runs(driver: Driver, max_tokens: Any) -> None:
     with pytest.raises(InputError, match="number of tokens to write must be a whole number, 0 or more"):
         answered(driver, 5, max_tokens)
     assert len(answered(driver, 5, 1).tokens) == 1
 
 
 @pytest.mark.parametrize("text", ["-1", "-2", "1.5", "five", "null", ""])
-def test_the_command_line_takes_whole_numbers_alone(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_f34_the_command_line_takes_whole_numbers_alone(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "demo", "-p", "a", "-n", text]) == 2
     assert "'-n'" in capsys.readouterr().err

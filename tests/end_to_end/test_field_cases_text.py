@@ -10,11 +10,12 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.driver import generate
-from gearshift.coordinator.generation import FinishedEvent, FinishReason, GenerationRequest, TokenEvent
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.text_stream import TextStream
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.launch.answer import follow
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.commands import gearshift, tokens_file

@@ -8,9 +8,10 @@ import pytest
 
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.generation import GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import answer, first_difference, ids_of

@@ -7,7 +7,8 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.driver import Driver, generate
-from gearshift.coordinator.generation import FinishedEvent, FinishReason, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.proto.generation_result import FinishReason, GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.running_groups import RunningGroups

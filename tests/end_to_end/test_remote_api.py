@@ -21,7 +21,7 @@ from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.errors import InputError, WorkerLostError
 from gearshift.tests.helpers.commands import answer
 from gearshift.tests.helpers.commands import gearshift as command
-from gearshift.tests.helpers.coordinators import address_in, coordinator_words, process
+from gearshift.tests.helpers.coordinators import address_in, coordinator_words, early_address_in, process
 from gearshift.tests.helpers.running_groups import RunningGroups
 from gearshift.tests.helpers.serving import Serving, service_of, serving
 
@@ -165,7 +165,7 @@ def test_a_switch_of_layouts_changes_what_comes_next_and_nothing_else(serve_demo
             with pytest.raises(InputError, match="epoch"):
                 client.generate(PROMPTS[0], max_tokens=6, plan_epoch=plan.epoch)
             result = client.generate(PROMPTS[0], max_tokens=6, temperature=0.0).result()
-            assert (result.facts["prefill"]["layout"], result.facts["decode"]["layout"]) == (prefill, decode)
+            assert (result.facts.prefill.layout, result.facts.decode.layout) == (prefill, decode)
             texts.add(result.text)
         assert len(texts) == 1
 
@@ -203,7 +203,7 @@ def nested(depth: int) -> list[object]:
 def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
     asked = ("-p", PROMPTS[0], "-n", "8", "--temperature", "0", "--prefill", "layer", "--decode", "tensor")
     with process(coordinator_words(smollm2_path, "--workers", "2", "--context", "128")) as (started, told):
-        address = address_in(told)
+        address = early_address_in(told)  # the first answer waits for the model
         remote = json.loads(command("run", "--connect", address, *asked, "--json").stdout)
         plain = command("run", "--connect", address, *asked)
         chat = command("run", "--connect", address, "--chat", "-p", "Hi", "-n", "4", "--temperature", "0")
@@ -222,8 +222,9 @@ def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["idle", "decode", "prefill"])
-def test_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
-    with process(coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4")) as (started, told):
+def test_f20_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
+    words = coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4", "--restarts", "0")
+    with process(words) as (started, told):
         with gearshift.Client(address_in(told)) as client:
             pid = client.status().ranks[1].pid
             answers = []
@@ -249,9 +250,37 @@ def test_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
+def test_a_lost_rank_is_a_pause_for_clients_and_after_the_last_restart_the_end(tiny: Path) -> None:
+    words = coordinator_words(
+        tiny, "--workers", "2", "--context", "1024", "--restarts", "2", "--prefill", "layer", "--decode", "tensor"
+    )
+    asked = {"ids": [5, 6, 7, 8], "max_tokens": 300, "ignore_eos": True, "temperature": 1.1, "seed": 7}
+    with process(words, {"GEARSHIFT_FAULT": "die rank=1 tick=40"}) as (started, told):
+        with gearshift.Client(address_in(told)) as client:
+            before = [rank.pid for rank in client.status().ranks]
+            given, waiting = client.generate(**asked), client.generate(**asked)  # type: ignore[arg-type]
+            streamed = "".join(given)
+            result, other = given.result(), waiting.result()
+            assert len(result.tokens) == 300
+            assert streamed == result.text == other.text
+            assert (result.facts.prompt_tokens, result.facts.restarts) == (4, 1)
+            assert "rank 1" in (result.facts.warning or "")
+            status = client.status()
+            assert (status.state, status.restarts) == ("serving", 1)
+            assert not set(before) & {rank.pid for rank in status.ranks}
+            os.kill(status.ranks[0].pid, signal.SIGKILL)  # while nothing runs
+            again = client.generate(**asked).result()  # type: ignore[arg-type]
+            assert (again.text, client.status().restarts) == (result.text, 2)
+            os.kill(client.status().ranks[1].pid, signal.SIGKILL)
+            assert started.wait(10) == 3
+        assert "start 2 of at most 2" in told.rest()
+        assert "gearshift: the worker of rank 1" in told.text
+
+
+@pytest.mark.slow
+def test_f20_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
     with (
-        process(coordinator_words(tiny, "--workers", "2", "--context", "256")) as (started, told),
+        process(coordinator_words(tiny, "--workers", "2", "--context", "256", "--restarts", "0")) as (started, told),
         gearshift.Client(address_in(told)) as client,
     ):
         pid = client.status().ranks[1].pid
@@ -262,7 +291,7 @@ def test_a_stopped_rank_ends_the_group_by_name(tiny: Path) -> None:
         assert started.wait(15) == 3
 
 
-def test_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
+def test_f41_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         started = time.monotonic()
@@ -272,7 +301,7 @@ def test_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
         assert time.monotonic() - started < 10
 
 
-def test_coordinators_started_together_do_not_meet(tiny: Path) -> None:
+def test_f41_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     ends = threading.Semaphore(0)
     found: list[tuple[int, ...]] = []
 
@@ -294,7 +323,7 @@ def test_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_beyond_this_host_it_does_not_listen_without_keys(tiny: Path, tmp_path: Path) -> None:
+def test_f40_beyond_this_host_it_does_not_listen_without_keys(tiny: Path, tmp_path: Path) -> None:
     for listen in ("tcp://0.0.0.0:0", "tcp://[::]:0", "tcp://*:0"):
         assert "gearshift keys" in command("coordinator", tiny, "--listen", listen, exit_code=2).stderr
     command("keys", tmp_path / "group.key")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from gearshift.coordinator.driver import Driver, generate
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, GenerationResult
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.reports import SampledToken
 from gearshift.proto.sampling import SamplingParameters
 

@@ -79,8 +79,13 @@ def address_in(told: Told, timeout_seconds: float = START_SECONDS) -> str:
     return told.until("listening at ", timeout_seconds).split()[-1]
 
 
-def worker_words(address: str, *words: str | Path) -> list[str | Path]:
-    return [sys.executable, "-P", "-m", "gearshift.worker", "--coordinator", address, "--device", "cpu", "--threads",
+def early_address_in(told: Told) -> str:
+    """Where a coordinator listens whose model still loads."""
+    return told.until("clients may come to ").split()[4]
+
+
+def worker_words(address: str, *words: str | Path, module: str = "gearshift.worker") -> list[str | Path]:
+    return [sys.executable, "-P", "-m", module, "--coordinator", address, "--device", "cpu", "--threads",
             "1", *words]  # fmt: skip
 
 

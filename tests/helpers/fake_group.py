@@ -7,6 +7,7 @@ ones are, and the model is a function of what it reads back from them: a block l
 
 import struct
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from random import Random
@@ -24,6 +25,7 @@ from gearshift.proto.commands import (
     Move,
     OpenRequest,
     PrepareShift,
+    ReadClock,
     ReportMemory,
     RunTick,
     Shutdown,
@@ -32,7 +34,8 @@ from gearshift.proto.ids import ComputeType, KvType, Layout, Rank, RequestId
 from gearshift.proto.kv import BLOCK_TOKENS, BundleTable, KvFormat
 from gearshift.proto.reports import (
     AnyReport,
-    CostsMeasured,
+    ClockRead,
+    DamagedMove,
     KvHashed,
     LoadProgress,
     LogitRows,
@@ -41,10 +44,12 @@ from gearshift.proto.reports import (
     SampledToken,
     Scores,
     ShiftCommitted,
+    ShiftDamaged,
     ShiftPrepared,
     TickFinished,
 )
 from gearshift.tests.helpers.fake_model import logits_row, logprob, next_token
+from gearshift.tests.helpers.measured import measured_costs
 
 Bundle = tuple[int, int]
 
@@ -64,10 +69,14 @@ class FakeRequest:
     last_token: int = -1
     fed: list[int] = field(default_factory=list)  # by position, prompt and decode steps
     returned: bool = False  # a kept prefix has come back to the prompt's layout
+    void: bool = False  # its commit found damage: decode steps are left out until the shift is made or abandoned
 
 
 class FakeGroup:
-    """A `Group`. `declining` requests are declined by one rank; `silent` ranks never report a tick."""
+    """A `Group`. `declining` requests are declined by one rank; `silent` ranks never report a tick.
+
+    `damaging`: of these requests the first so many commits find bytes damaged on the way.
+    """
 
     def __init__(
         self,
@@ -75,14 +84,16 @@ class FakeGroup:
         slots: tuple[int, ...],
         *,
         vocab: int = 97,
+        layers: int = 4,
         random: Random | None = None,
         empty: frozenset[Bundle] = frozenset(),
         declining: frozenset[int] = frozenset(),
+        damaging: Mapping[int, int] | None = None,
         silent: frozenset[int] = frozenset(),
         failing_after: int | None = None,
     ) -> None:
         self.ranks = ranks
-        self.vocab = vocab
+        self.vocab, self.layers = vocab, layers
         self.log: list[AnyCommand] = []
         self.ticks: list[RunTick] = []
         self.most_outstanding = 0
@@ -96,6 +107,7 @@ class FakeGroup:
         self._random = random or Random(0)
         self._empty = empty
         self._declining = declining
+        self._damaging = Counter(damaging or {})
         self._silent = silent
         self._failing_after = failing_after
         self._reports: list[deque[AnyReport]] = [deque() for _ in range(ranks)]
@@ -127,8 +139,7 @@ class FakeGroup:
                     self._report(ModelLoaded(rank, 0.5, ComputeType.F32, kv_format, 100 + rank, 10))
             case MeasureCosts():
                 for rank in self._all():
-                    times = tuple(1e-3 + 1e-5 * x + 1e-9 * x * (2 * cached + x) for cached, x in command.points)
-                    self._report(CostsMeasured(rank, command.layout, times))
+                    self._report(measured_costs(rank, self.ranks, self.layers, command))
             case ReportMemory():
                 for rank in self._all():
                     self._report(MemoryReported(rank, 1000, 900 + rank, 1100))
@@ -136,7 +147,8 @@ class FakeGroup:
                 assert isinstance(command, Shutdown), f"unexpected {command}"
 
     def send(self, rank: Rank, command: AnyCommand) -> None:
-        raise AssertionError("every command is for all ranks")
+        assert isinstance(command, ReadClock), "every other command is for all ranks"
+        self._report(ClockRead(rank, 0.0))
 
     def receive(self, timeout_seconds: float) -> AnyReport | None:
         """A report of a rank drawn by lot; sometimes none yet, though some lie there."""
@@ -240,6 +252,7 @@ class FakeGroup:
         assert request.target is not None and request.to is not None  # noqa: PT018
         self._release(request.target, request.to, moving_only=True)
         request.target = request.to = None
+        request.void, request.moved = False, Counter()
 
     def _commit(self, command: CommitShift) -> None:
         request = self.requests[command.request]
@@ -251,12 +264,35 @@ class FakeGroup:
         first = cached // BLOCK_TOKENS if request.returned else 0
         blocks = range(first, -(-(cached if returns else prompt) // BLOCK_TOKENS))
         assert request.moved == Counter(product(range(self.ranks), blocks)), "each block moves exactly once"
+        moving = sorted({stage for stage, part in self._bundles() if stage != part})
+        if self._damaging[command.request] > 0 and moving:
+            self._damaging[command.request] -= 1
+            self._damage(request, command.to, self._random.choice(moving), self._random.choice(blocks))
+            return
+        request.void = False
         request.returned, request.moved = returns, Counter()
         self._release(request.table, request.layout, moving_only=True)
         request.table, request.layout, request.target = request.target, command.to, None
         self._check_cells(request)
         for rank in self._all():
             self._report(ShiftCommitted(rank, command.request, command.to, 0.25, 0.125 * (rank + 1), 64, 0))
+
+    def _damage(self, request: FakeRequest, to: Layout, stage: int, block: int) -> None:
+        """A block came to other bytes: no rank commits, and what the log holds of the request's steps is void."""
+        assert request.target is not None
+        request.void = True
+        request.moved[stage, block] -= 1  # to be moved once more
+        receivers: dict[int, DamagedMove] = {}
+        for bundle in self._bundles():
+            if bundle[0] == stage != bundle[1]:
+                rank, slot = holder(bundle, to), request.target.slots[bundle[0]][bundle[1]][block]
+                receivers[rank] = DamagedMove(*bundle, block, block + 1)
+                for row in range(BLOCK_TOKENS):
+                    if (slot, row) in self._cells[rank]:
+                        self._cells[rank][slot, row] ^= 1
+        for rank in self._all():
+            moves = (receivers[rank],) if rank in receivers else ()
+            self._report(ShiftDamaged(rank, request.command.request, to, moves))
 
     def _take_move(self, move: Move) -> list[tuple[int, int, int]]:
         """(rank, cell's slot and row) contents as they are when the tick begins, to be put down when it ends."""
@@ -385,6 +421,8 @@ class FakeGroup:
             sampled = []
             for entry in batch.entries:
                 request = self.requests[entry.request]
+                if request.void:
+                    continue  # handed out before the coordinator could know of the damage
                 assert request.layout is batch.layout
                 assert request.target is None, "decoding beside a shift that is not committed"
                 position = entry.position + step

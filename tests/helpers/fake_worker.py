@@ -4,6 +4,7 @@ GEARSHIFT_TEST_WORKER is "BEHAVIOUR:RANK"; other ranks serve: they echo each `Re
 """
 
 import os
+import signal
 import sys
 import threading
 
@@ -24,6 +25,8 @@ def behaviour_of(rank: int) -> str:
 def find_device(wanted: str, place: WorkerPlace) -> Device:
     if behaviour_of(place.rank) == "absent":
         threading.Event().wait(120)
+    if behaviour_of(place.rank) == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if behaviour_of(place.rank) == "broken":
         raise ImportError("no such library")
     return Device("cpu", "cpu", "none")

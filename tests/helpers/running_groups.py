@@ -43,12 +43,14 @@ class RunningGroups:
         layer_cuts: tuple[int, ...] | None = None,
         layer_shares: tuple[float, ...] | None = None,
         tensor_shares: tuple[float, ...] | None = None,
+        whole_layers: frozenset[int] = frozenset(),
+        migrating_layers: frozenset[int] = frozenset(),
         parallel_requests: int = 1,
         fresh: bool = False,
     ) -> Driver:
         key = (
             path, compute_type, kv_type, context_tokens, max_chunk_tokens, layer_cuts, layer_shares, tensor_shares,
-            parallel_requests,
+            whole_layers, migrating_layers, parallel_requests,
         )  # fmt: skip
         held = self.drivers.get(workers)
         if held is not None and held[0] == key and not fresh:
@@ -56,8 +58,9 @@ class RunningGroups:
         cluster = self.cluster(workers)
         spec = build_spec(resolve_model(str(path)), context_tokens)
         placement = place(
-            spec, workers, layer_cuts=layer_cuts, layer_shares=layer_shares, tensor_shares=tensor_shares
-        )
+            spec, workers, layer_cuts=layer_cuts, layer_shares=layer_shares, tensor_shares=tensor_shares,
+            whole_layers=whole_layers, migrating_layers=migrating_layers,
+        )  # fmt: skip
         settings = DriverSettings(
             context_tokens=context_tokens,
             max_chunk_tokens=max_chunk_tokens,

@@ -1,6 +1,7 @@
 """A scheduler driven over a fake group, without a driver and without a clock."""
 
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -10,12 +11,12 @@ from gearshift.coordinator.generation import (
     RequestPlan,
     TokenEvent,
 )
-from gearshift.coordinator.planning import plan_request
+from gearshift.coordinator.planning import GroupState, plan_request
 from gearshift.coordinator.scheduler import Ended, Scheduler, SchedulerEvent, SchedulerSettings
 from gearshift.coordinator.session import Session
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.ids import Layout, RequestId
-from gearshift.proto.reports import KvHashed, ShiftCommitted, ShiftPrepared, TickFinished
+from gearshift.proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.fake_group import FakeGroup
 
@@ -47,6 +48,8 @@ class Run:
                 self.scheduler.shift_prepared(report)
             case ShiftCommitted():
                 self.scheduler.shift_committed(report)
+            case ShiftDamaged():
+                self.scheduler.shift_damaged(report)
             case KvHashed():
                 self.scheduler.kv_hashed(report)
             case _:
@@ -77,14 +80,16 @@ def new_run(
     max_open: int = 8,
     empty: frozenset[tuple[int, int]] = frozenset(),
     declining: frozenset[int] = frozenset(),
+    damaging: Mapping[int, int] | None = None,
     failing_after: int | None = None,
 ) -> Run:
     one = slots_needed(-(-CONTEXT // 64), ranks, empty, [(LAYER, TENSOR), (TENSOR, LAYER)])
     slots = tuple(requests_of_context * count for count in one)
     pool = SlotPool(slots, empty)
     group = FakeGroup(
-        ranks, slots, vocab=VOCAB, random=Random(seed), empty=empty, declining=declining, failing_after=failing_after
-    )
+        ranks, slots, vocab=VOCAB, random=Random(seed), empty=empty, declining=declining, damaging=damaging,
+        failing_after=failing_after,
+    )  # fmt: skip
     return Run(Scheduler(SchedulerSettings(ranks, max_open, steps), pool), group, pool)
 
 
@@ -92,11 +97,7 @@ def plan(request_id: int, request: GenerationRequest, ranks: int) -> RequestPlan
     return plan_request(
         RequestId(request_id),
         replace(request, sampling=GREEDY),
-        ranks=ranks,
-        vocab=VOCAB,
-        context_tokens=CONTEXT,
-        costs=None,
-        limits=Limits(8, 16, 128),
+        GroupState(ranks, VOCAB, CONTEXT, costs=None, limits=Limits(8, 16, 128)),
     )
 
 

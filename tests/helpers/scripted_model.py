@@ -4,7 +4,7 @@ Embeddings are one-hot, the layer adds nothing, and the head maps each token to 
 answer follows the script, in every layout, through the real path: workers, sampler, text stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,9 +30,15 @@ class ScriptedModel:
 
 
 def build_scripted_model(
-    path: Path, script: Sequence[str | bytes], *, endless: bool = False, **metadata: Any
+    path: Path,
+    script: Sequence[str | bytes],
+    *,
+    endless: bool = False,
+    controls: Collection[str] = (),
+    **metadata: Any,
 ) -> ScriptedModel:
-    """`script`: a str is a token of that text, a single byte a byte token; no token may come twice."""
+    """`script`: a str is a token of that text (a control token where `controls` has it), a single byte a byte token;
+    no token may come twice."""
     texts = [one for one in script if isinstance(one, str)]
     start = FIRST_BYTE + BYTES
     pieces = {text: start + 1 + number for number, text in enumerate(texts)}
@@ -45,7 +51,8 @@ def build_scripted_model(
         head[following, token] = 1.0
     byte_texts = [f"<0x{byte:02X}>" for byte in range(BYTES)]
     tokens = ["<unk>", "<s>", "</s>", *byte_texts, "<start>", *pieces]
-    kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * BYTES, _CONTROL, *[_NORMAL] * len(pieces)]
+    kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * BYTES, _CONTROL]
+    kinds += [_CONTROL if text in controls else _NORMAL for text in pieces]
     build_model(
         path,
         layers=1,

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gearshift import __version__
+from gearshift.coordinator.api.door import WorkersDoor
+from gearshift.coordinator.api.outbox import Outboxes
 from gearshift.coordinator.api.remote import RemoteApi
-from gearshift.coordinator.api.server import Server, WorkersDoor
+from gearshift.coordinator.api.server import Server
 from gearshift.coordinator.api.service import ChatPrompter, Service
 from gearshift.coordinator.driver import Driver, LoadResult
 from gearshift.coordinator.tokenizer import Tokenizer
@@ -22,6 +24,13 @@ from gearshift.proto.sampling import SamplingParameters
 DEFAULTS = SamplingParameters()
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Made up."""
+
+    hellos: tuple[Hello, ...]
+
+
 def service_of(
     driver: Driver, placement: Placement, tokenizer: Tokenizer, chat: ChatPrompter | None = None
 ) -> Service:
@@ -29,7 +38,7 @@ def service_of(
     ranks = placement.ranks
     hellos = tuple(Hello(Rank(rank), 1, "", ranks, rank, 1000 + rank, "here", "cpu", "none") for rank in range(ranks))
     loaded = LoadResult(0.5, ComputeType.F32, KvFormat(KvType.F32, KvType.F32), (100,) * ranks, (10,) * ranks)
-    return Service(driver.spec.name, __version__, tokenizer, placement, hellos, loaded, 0.25, DEFAULTS, chat)
+    return Service(driver.spec.name, __version__, tokenizer, placement, Workers(hellos), loaded, 0.25, DEFAULTS, chat)
 
 
 class FakeWait:
@@ -62,7 +71,9 @@ def serving(
     with ClientListener.bind(keys=keys) as listener:
         waiting = FakeWait(driver, listener) if group is None else group
         api = RemoteApi(driver, service)
-        server = Server(listener, waiting, driver, api, WorkersDoor(listener, None), max_replies)  # type: ignore[arg-type]
+        server = Server(
+            listener, waiting, driver, api, WorkersDoor(listener, None), Outboxes(listener.send, max_replies)  # type: ignore[arg-type]
+        )  # fmt: skip
         running = Serving(listener.address, driver, api)
 
         def run() -> None:

@@ -8,13 +8,13 @@ from io import StringIO
 import pytest
 
 from gearshift.coordinator.chat.messages import Message
-from gearshift.coordinator.chat.reasoning import Piece, PieceKind
 from gearshift.launch.chat_backend import ChatAnswer
 from gearshift.launch.chat_loop import converse
 from gearshift.launch.chat_setup import first_messages, parse_template_options
 from gearshift.launch.chat_terminal import ChatTerminal
 from gearshift.launch.signals import exit_on_signals, interrupts_noted
 from gearshift.proto.errors import InputError
+from gearshift.proto.pieces import Piece, PieceKind
 
 
 @dataclass

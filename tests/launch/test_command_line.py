@@ -15,7 +15,7 @@ from gearshift.launch import command_line
 from gearshift.launch.command_line import run_command
 from gearshift.proto.errors import WorkerLostError
 
-COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "config", "doctor")
+COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "plan", "calibrate", "config", "doctor")
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,10 @@ def test_help_and_inspect_never_import_torch() -> None:
         (["run", "demo", "-p", "a", "--workers", "0"], "'--workers'"),
         (["run", "demo", "-p", "a", "--prefill", "pipeline"], "--prefill"),
         (["run", "demo", "-p", "a", "--chunk", "0"], "--chunk"),
-        (["run", "demo", "-p", "a", "--temperature", "nan"], "temperature"),
+        (["run", "demo", "-p", "a", "--temperature", "nan"], "temperature"),  # F37
+        (["run", "demo", "-p", "a", "--temperature", "1e308"], "temperature"),
+        (["run", "demo", "-p", "a", "--top-p", "inf"], "--top-p"),
+        (["run", "demo", "-p", "a", "--top-k", "-5"], "top-k"),
         (["run", "demo", "-p", "a", "--logit-bias", "99999999=1"], "logit_bias"),
         (["run", "demo", "-p", "a", "--stop", ""], "stop string"),
         (["run", "demo", "-p", "a", "--workers", "2", "--layer-split", "20,10"], "--layer-split 20,10"),

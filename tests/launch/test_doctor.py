@@ -11,12 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model_spec import build_spec
 from gearshift.launch import command_line
 from gearshift.launch.command_line import run_command
 from gearshift.launch.commands import doctor
 from gearshift.launch.diagnosis import Check, Verdict, diagnose
+from gearshift.launch.fit_check import CPU_PROCESS_BYTES
+from gearshift.launch.fitting import GroupPlan
 from gearshift.launch.host_facts import Failure, HostFacts, run_probe
+from gearshift.launch.options import group_settings, layout_settings
 from gearshift.proto.device_table import CardRow
+from gearshift.proto.ids import ComputeType
 from gearshift.proto.probe import PeerTest, ProbedDevice, ProbeReport
 from gearshift.proto.visible_devices import DeviceRow
 
@@ -210,7 +216,8 @@ def test_a_model_that_fits_in_memory(
     assert exit_code == 0
     assert checks[-1].name == "model"
     assert "fits in f32" in checks[-1].found
-    assert "16.00 GiB free; largest context 512 of 512" in checks[-1].found
+    assert "(16.00 GiB free, 256 MiB kept in reserve, 320 MiB for the processes)" in checks[-1].found
+    assert "largest context 512 of 512" in checks[-1].found
 
 
 def test_on_cards_the_weights_stay_in_the_files_types(
@@ -231,19 +238,40 @@ def test_on_cards_the_weights_stay_in_the_files_types(
 def test_a_model_that_fits_only_in_bf16_or_with_less_context(
     told: Callable[..., tuple[int, list[Check]]], smollm2_path: Path
 ) -> None:
-    def fits(free_mebibytes: int, *words: str) -> Check:
-        machine = replace(CPU_MACHINE, free_memory_bytes=free_mebibytes << 20)
-        return told(machine, str(smollm2_path), *words)[1][-1]
+    def fits(free_bytes: int, *words: str) -> Check:
+        machine = replace(CPU_MACHINE, free_memory_bytes=free_bytes + CPU_PROCESS_BYTES)
+        return told(machine, str(smollm2_path), "--reserve", "0", "--max-chunk", "256", *words)[1][-1]
 
-    # One worker, f32: 513 MiB of weights and 45 KiB for each token of context.
-    tight = fits(513 + 256 + 180 + 10)
+    spec = build_spec(resolve_model(str(smollm2_path)))
+    plan = GroupPlan(spec, group_settings(workers=1, max_chunk=256), layout_settings())
+    case = plan.case(plan.placement(), "cpu", ComputeType.F32)
+    needed = {context: case.memory(context)[0].peak_bytes for context in (640, 4096)}
+
+    tight = fits(needed[4096])
     assert (tight.verdict, tight.advice) == ("ok", "")
-    assert "largest context 4288 of 8192" in tight.found
-    assert fits(800).advice == "run it with --compute-type bf16"
-    less = fits(800, "--compute-type", "f32")
+    assert "513 MiB of it weights, 180 MiB KV" in tight.found
+    assert "largest context 4096 of 8192" in tight.found
+    less = fits(needed[640], "--compute-type", "f32")
+    assert less.verdict == "note"
+    assert less.advice.startswith("it runs so: context: 640 tokens, the most that fits")
+    less = fits(needed[640], "--compute-type", "f32", "--context", "4096")
     assert less.verdict == "problem"
-    assert less.advice == "--context 640 or less"
-    assert fits(300).advice.startswith("more --workers")
+    assert less.advice.split("; or ")[0] == "--context 640 or less"
+    assert "--compute-type bf16" in less.advice
+    assert fits(needed[640]).advice == "it is run in bf16"
+    assert fits(300 << 20).advice.startswith("more --workers")
+    limited = fits(needed[4096], "--memory-limit", "512M", "--compute-type", "f32", "--context", "4096")
+    assert limited.verdict == "problem"
+    assert "on rank 0 for 4096 tokens" in limited.found
+    assert "(--memory-limit 512 MiB)" in limited.found
+
+
+def test_a_card_with_a_display_keeps_a_larger_reserve(
+    told: Callable[..., tuple[int, list[Check]]], smollm2_path: Path
+) -> None:
+    displayed = replace(GPU_MACHINE, cards=(msgspec.structs.replace(CARDS[0], display=True), CARDS[1]))
+    _, checks = told(displayed, str(smollm2_path), "--workers", "2")
+    assert "768 MiB kept in reserve as it drives a display" in checks[-1].found
 
 
 def test_doctor_leaves_torch_to_the_probe() -> None:

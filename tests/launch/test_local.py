@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gearshift.coordinator.cluster import Cluster
@@ -169,8 +170,21 @@ def test_a_worker_that_breaks_before_joining_is_told_with_its_last_words(
 def test_a_worker_that_never_joins_is_named(behave: Callable[[str], None]) -> None:
     behave("absent:1")
     with (
-        pytest.raises(WorkerLostError, match=r"rank 1 did not join within 4 s \(of 2 ranks\)"),
+        pytest.raises(WorkerLostError, match=r"rank (0, )?1 did not join within 4 s \(of 2 ranks\)"),
         local_cluster(workers=2, worker_module=FAKE_WORKER, join_timeout_seconds=4),
+    ):
+        pytest.fail("the group cannot have joined")
+    assert children_of(os.getpid()) == ()
+
+
+def test_a_lone_worker_that_is_stopped_before_it_joins_is_told_soon(
+    behave: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("stopped:0")
+    monkeypatch.setattr("gearshift.coordinator.cluster.STRAGGLER_SECONDS", 0.3)
+    with (
+        pytest.raises(WorkerLostError, match=r"rank 0 \(pid \d+\) was stopped"),
+        local_cluster(workers=1, worker_module=FAKE_WORKER, join_timeout_seconds=30),
     ):
         pytest.fail("the group cannot have joined")
     assert children_of(os.getpid()) == ()
@@ -192,6 +206,7 @@ def test_two_launches_at_once_do_not_meet() -> None:
             cluster.join()
         for cluster, launch in zip(clusters, (first, second), strict=True):
             assert {one.pid for one in cluster.hellos} == set(children_of(launch.agent_pid))
+            assert listening_hosts(launch.agent_pid, *children_of(launch.agent_pid)) <= {"127.0.0.1", "::1"}  # F40
             cluster.shutdown()
     assert children_of(os.getpid()) == ()
 
@@ -244,6 +259,16 @@ def test_ctrl_c_while_starting_leaves_nothing(delay_seconds: float, run_folders:
         select.select([], [], [], 0.05)
     assert processes_with(str(run_folders)) == []
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+def listening_hosts(*pids: int) -> set[str]:
+    """Addresses that processes listen at."""
+    return {
+        one.laddr.ip
+        for pid in pids
+        for one in psutil.Process(pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
 
 
 def processes_with(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 
 from gearshift.launch.options import (
+    group_settings,
     parse_compute_type,
     parse_cut_points,
     parse_kv_format,
@@ -11,6 +12,7 @@ from gearshift.launch.options import (
     parse_seed,
     parse_shares,
 )
+from gearshift.proto.commands import LinkOptions
 from gearshift.proto.errors import InputError
 from gearshift.proto.ids import ComputeType, KvType, Layout
 from gearshift.proto.kv import KvFormat
@@ -58,7 +60,7 @@ def test_logit_biases() -> None:
 
 
 @pytest.mark.parametrize("entry", ["abc=1", "5", "5=", "=1", "-1=2", "5=nan", "5=inf", "1.5=2"])
-def test_a_bad_logit_bias_names_its_flag(entry: str) -> None:
+def test_f37_a_bad_logit_bias_names_its_flag(entry: str) -> None:
     with pytest.raises(InputError, match="--logit-bias"):
         parse_logit_bias("--logit-bias", [entry])
 
@@ -74,3 +76,18 @@ def test_seeds_are_64_bits_and_minus_one_draws_one() -> None:
     for seed in (-2, 2**64):
         with pytest.raises(InputError, match="--seed"):
             parse_seed("--seed", seed)
+
+
+def test_flags_for_tests_of_slow_links_reach_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GEARSHIFT_NO_PEER", "GEARSHIFT_THROTTLE_LINK"):
+        monkeypatch.delenv(name, raising=False)
+    assert group_settings().link_options == LinkOptions()
+    assert group_settings(no_peer=True, throttle_link=2.5).link_options == LinkOptions(True, 2.5e9)
+    monkeypatch.setenv("GEARSHIFT_NO_PEER", "1")
+    assert group_settings().link_options == LinkOptions(no_peer=True)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1e9, float("nan")])
+def test_a_speed_that_no_link_has_is_refused(speed: float) -> None:
+    with pytest.raises(InputError, match=r"--throttle-link takes a number from 0.001 to 10000"):
+        group_settings(throttle_link=speed)

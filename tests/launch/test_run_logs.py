@@ -64,7 +64,7 @@ def test_logs_are_for_their_user_alone(tmp_path: Path, stack: ExitStack) -> None
 
 
 def test_where_the_state_folder_cannot_be_written_a_temporary_one_stands_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stack: ExitStack
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     in_the_way = tmp_path / "file"
@@ -72,8 +72,21 @@ def test_where_the_state_folder_cannot_be_written_a_temporary_one_stands_in(
     run = open_run_folder(in_the_way / "logs", kept_runs=20)
     assert "no logs are kept" in capsys.readouterr().err
     assert run.path.parent == tmp_path
+    open_run(stack, tmp_path / "elsewhere")  # another start does not touch a run that goes on
+    assert run.path.exists()
     run.close(told=False)
     assert not run.path.exists()
     told = open_run_folder(in_the_way / "logs", kept_runs=20)
     told.close(told=True)
     assert told.path.exists()
+
+
+def test_temporary_folders_of_runs_that_were_killed_go_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, told = ended_run(tmp_path, "gearshift-run-killed"), ended_run(tmp_path, "gearshift-run-told")
+    (told / "told").touch()
+    open_run(stack, tmp_path / "logs")
+    assert not killed.exists()
+    assert told.exists()  # an error has named it to the user

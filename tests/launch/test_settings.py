@@ -130,6 +130,18 @@ def test_folders_come_from_a_list_or_from_a_variable_with_colons(monkeypatch: py
 def test_variables_that_are_no_settings_are_found() -> None:
     environment = {"GEARSHIFT_WORKER": "2", "GEARSHIFT_WORKERS": "2", "PATH": "/bin"}
     assert unknown_variables(environment) == ("GEARSHIFT_WORKER",)
+    assert unknown_variables({"GEARSHIFT_NO_PEER": "1"}) == ()
+
+
+def test_every_command_tells_of_variables_that_are_no_settings_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], smollm2_path: Path
+) -> None:
+    monkeypatch.setenv("GEARSHIFT_WORKER", "2")
+    monkeypatch.setenv("GEARSHIFT_ZZZ", "2")
+    assert run_command(["tokenize", str(smollm2_path), "-p", "a"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: no setting has this name: GEARSHIFT_WORKER (did you mean GEARSHIFT_WORKERS?), ")
+    assert "GEARSHIFT_ZZZ; " in line
 
 
 def test_the_users_folders_follow_the_xdg_variables() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.generation import FinishReason, GenerationRequest
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.proto.errors import DoesNotFitError
+from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.answers import GREEDY, answer, ids_of
 from gearshift.tests.helpers.gguf_builder import build_model

@@ -83,7 +83,7 @@ def test_a_client_streams_and_takes_results(client: gearshift.Client) -> None:
     assert "".join(pieces) == result.text == letters(expected)
     assert (list(result.tokens), result.finish_reason, result.prompt_tokens) == (expected, "length", 5)
     assert list(client.generate(ids=[3, 4, 5], max_tokens=9, stream=False).result().tokens) == answer_ids((3, 4, 5), 9)
-    assert result.facts["prefill"]["layout"] in ("layer", "tensor")
+    assert result.facts.prefill.layout in ("layer", "tensor")
 
 
 def test_an_asyncio_client_does_the_same(server: Serving) -> None:
@@ -102,7 +102,7 @@ def test_an_asyncio_client_does_the_same(server: Serving) -> None:
     asyncio.run(main())
 
 
-def test_what_the_coordinator_refuses_is_raised_by_name(client: gearshift.Client) -> None:
+def test_f13_f34_what_the_coordinator_refuses_is_raised_by_name(client: gearshift.Client) -> None:
     with pytest.raises(InputError, match="there is no option 'temprature'"):
         client.generate("a", temprature=1)
     with pytest.raises(InputError, match=r"max_tokens"):
@@ -113,6 +113,11 @@ def test_what_the_coordinator_refuses_is_raised_by_name(client: gearshift.Client
         client.generate(ids=[1, True])
     with pytest.raises(InputError, match=r"ids\[0\]"):
         client.generate(ids=[1.5])
+    with pytest.raises(InputError, match=r"ids\[0\]"):
+        client.generate(ids=[[]])  # type: ignore[list-item]
+    for temperature in ("0.5", True):
+        with pytest.raises(InputError, match="temperature"):
+            client.generate("a", temperature=temperature)
     with pytest.raises(InputError, match=r"prefill"):
         client.generate("a", prefill="sideways")
     with pytest.raises(DoesNotFitError, match="6400 tokens"):
@@ -198,7 +203,7 @@ def test_only_the_same_key_file_gets_in(group: ApiGroup, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.1", "[::]", "example.org"])
-def test_listening_beyond_this_host_needs_keys(host: str) -> None:
+def test_f40_listening_beyond_this_host_needs_keys(host: str) -> None:
     with pytest.raises(InputError, match="gearshift keys"):
         ClientListener.bind(f"tcp://{host}:*")
 
@@ -216,9 +221,9 @@ class Opens:
         return open, (self.path, "w")
 
 
-def nested(depth: int) -> bytes:
-    """`Generate` with a list of that depth in a message's content."""
-    head = msgspec.msgpack.encode({"type": "Generate", "call": 4, "messages": [{"role": "user", "content": 0}]})[:-1]
+def nested(depth: int, field: str = "messages", value: object = ({"role": "user", "content": 0},)) -> bytes:
+    """`Generate` with a list of that depth in place of the 0 at the end of a field's value."""
+    head = msgspec.msgpack.encode({"type": "Generate", "call": 4, field: value})[:-1]
     return head + b"\x91" * depth + b"\x00"
 
 
@@ -241,9 +246,11 @@ def nested(depth: int) -> bytes:
         ([b"\x83\xa4type\xa8Generate\xa4call\x04\xa4text\xa2\xff\xfe"], "not a valid message"),
         ([nested(3_000)], ""),
         ([nested(100_000)], ""),
+        *[([nested(depth, "tools", ({"a": 0},))], "") for depth in (3_000, 100_000)],
+        *[([nested(depth, "surprise", 0)], "") for depth in (3_000, 100_000)],
     ],
 )
-def test_a_bad_frame_is_answered_by_an_error_and_harms_nobody(
+def test_f38_f40_a_bad_frame_is_answered_by_an_error_and_harms_nobody(
     server: Serving, client: gearshift.Client, frames: list[bytes], says: str
 ) -> None:
     with raw_client(server.address) as dealer:
@@ -257,7 +264,25 @@ def test_a_bad_frame_is_answered_by_an_error_and_harms_nobody(
     assert client.generate("ab", max_tokens=2).result().finish_reason == "length"
 
 
-def test_pickled_bytes_are_never_opened(server: Serving, tmp_path: Path) -> None:
+def test_f38_a_key_that_comes_twice_is_no_trouble(server: Serving) -> None:
+    once = msgspec.msgpack.encode({"type": "AskStatus", "call": 4})
+    twice = bytes([once[0] + 1]) + once[1:] + msgspec.msgpack.encode("call") + b"\x05"
+    with raw_client(server.address) as dealer:
+        dealer.send(twice)
+        reply = heard(dealer)
+        assert isinstance(reply, StatusReported)
+        assert reply.call == 5
+
+
+def test_f41_a_port_can_be_taken_again_at_once(group: ApiGroup) -> None:
+    with serving(group.driver, group.service) as running, gearshift.Client(running.address, timeout_seconds=5) as one:
+        assert one.status().state == "serving"
+        address = running.address
+    with ClientListener.bind(address) as listener:  # though connections to it linger in TIME_WAIT
+        assert listener.address == address
+
+
+def test_f40_pickled_bytes_are_never_opened(server: Serving, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     with raw_client(server.address) as dealer:
         dealer.send(pickle.dumps(Opens(str(mark))))
@@ -265,7 +290,7 @@ def test_pickled_bytes_are_never_opened(server: Serving, tmp_path: Path) -> None
     assert not mark.exists()
 
 
-def test_a_hundred_megabytes_are_refused_and_others_go_on(server: Serving, client: gearshift.Client) -> None:
+def test_f35_f40_a_hundred_megabytes_are_refused_and_others_go_on(server: Serving, client: gearshift.Client) -> None:
     with raw_client(server.address) as dealer:
         dealer.send(bytes(100 << 20))
         reply = heard(dealer)
@@ -296,7 +321,7 @@ def test_a_worker_at_the_clients_door_is_told_why_it_is_not_let_in(server: Servi
 # Clients that stop reading, or vanish
 
 
-def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(group: ApiGroup) -> None:
+def test_f40_a_client_that_does_not_read_is_dropped_and_harms_nobody(group: ApiGroup) -> None:
     with (
         serving(group.driver, group.service, max_replies=20) as running,
         raw_client(running.address, RCVHWM=1, RCVBUF=4096) as slow,
@@ -315,7 +340,7 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(group: ApiGroup
     assert group.at_rest
 
 
-def test_requests_of_a_client_that_vanished_end() -> None:
+def test_f40_requests_of_a_client_that_vanished_end() -> None:
     group = ApiGroup(max_open=1)
     with (
         serving(group.driver, group.service) as running,

@@ -311,6 +311,37 @@ def test_a_large_odd_vocab_is_cut_at_aligned_rows() -> None:
     assert runs[-1].end == 50_257
 
 
+# Layers that stay whole on their owner
+
+
+@given(small_models(), st.integers(1, 8), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_whole_layer_is_its_owners_part_and_the_others_are_cut_as_without_it(
+    spec: ModelSpec, ranks: int, data: st.DataObject
+) -> None:
+    whole = data.draw(st.frozensets(st.integers(0, len(spec.layers) - 1)))
+    placement = place(spec, ranks, tensor_shares=data.draw(share_lists(ranks)), whole_layers=whole)
+    for layer in whole:
+        facts, owner = spec.layers[layer], placement.stage_of(layer)
+        for rank, part in enumerate(placement.layers[layer].parts):
+            sizes = (len(part.query), len(part.kv), len(part.feed_forward))
+            everything = (facts.query_heads, facts.kv_heads, facts.feed_forward)
+            assert sizes == (everything if rank == owner else (0, 0, 0))
+
+
+def test_cut_layers_share_their_odd_heads_as_if_whole_ones_were_not_there() -> None:
+    spec = model_spec([layer_spec(9, 9)] * 6)
+    placement = place(spec, 2, whole_layers=frozenset({0, 2, 5}))
+    counts = _query_counts(placement)
+    assert [counts[layer] for layer in (1, 3, 4)] == _query_counts(place(spec, 2))[:3]
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_whole_layer_that_is_not_in_the_model_is_refused(layer: int) -> None:
+    with pytest.raises(InputError, match=f"layer {layer} cannot stay whole: the model has layers 0 to 3"):
+        place(model_spec([layer_spec()] * 4), 2, whole_layers=frozenset({layer}))
+
+
 # The whole
 
 

@@ -112,8 +112,8 @@ def test_without_a_table_torchs_own_list_is_taken() -> None:
 
 def test_the_table_is_read_from_nvidia_smi() -> None:
     lines = [
-        "0, NVIDIA H200, GPU-aa, 00000000:1B:00.0, 570.86.10, 143156, 5, 5, 16, 16",
-        "1, NVIDIA H200, GPU-bb, 00000000:2B:00.0, 570.86.10, [N/A], [N/A], 5, 8, 16",
+        "0, NVIDIA H200, GPU-aa, 00000000:1B:00.0, 570.86.10, 143156, 5, 5, 16, 16, Disabled",
+        "1, NVIDIA H200, GPU-bb, 00000000:2B:00.0, 570.86.10, [N/A], [N/A], 5, 8, 16, Enabled",
         "No devices were found",
     ]
     first, second = parse_cards(lines)
@@ -121,3 +121,4 @@ def test_the_table_is_read_from_nvidia_smi() -> None:
     assert (first.driver, first.free_bytes) == ("570.86.10", 143156 << 20)
     assert (first.link_width, first.link_width_most) == (16, 16)
     assert (second.free_bytes, second.link_generation, second.link_width) == (None, None, 8)
+    assert (first.display, second.display) == (False, True)

@@ -70,7 +70,8 @@ def test_blocks_taken_from_one_rank_and_put_on_another_are_the_same_bits() -> No
             heads = region.keys.shape[1]
             source.append(bundle, layer, here, 0, torch.randn(192, heads, 32), torch.randn(192, heads, 32))
             moved = layer
-    data = source.take_blocks(bundle, here, 1, 3)
+    data = source.arena.new_empty(2 * source.bundle_bytes[bundle])
+    source.take_blocks(bundle, here, 1, 3, data)
     target.put_blocks(bundle, there, 1, 3, data)
     for (_, sent_keys, sent_values), (_, keys, values) in zip(
         source.raw_rows(bundle, moved, here, 192), target.raw_rows(bundle, moved, there, 192), strict=True

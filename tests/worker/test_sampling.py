@@ -204,6 +204,18 @@ def test_f19_requests_with_one_seed_do_not_disturb_each_other():
         assert alone.choose(ONE, logits_V).token == first
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("written", [0, 1, 7, 39])
+def test_an_answer_that_another_sampler_began_goes_on_as_if_it_were_the_same(temperature: float, written: int) -> None:
+    logits, prompt = rows(32, 40), (5, 6, 7)
+    parameters = SamplingParameters(temperature=temperature, top_k=0, seed=9, repetition_penalty=1.3, penalty_window=20)
+    whole = sampler_of(parameters, prompt)
+    tokens = [whole.choose(ONE, logits_V).token for logits_V in logits]
+    second = Sampler(VOCAB)
+    second.open(ONE, parameters, (*prompt, *tokens[:written]), sampled=written)
+    assert [second.choose(ONE, logits_V).token for logits_V in logits[written:]] == tokens[written:]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-6])
 def test_f37_a_tiny_temperature_acts_as_greedy(temperature):
     sampler = sampler_of(SamplingParameters(temperature=temperature, top_p=0.5, min_p=0.1, seed=3))

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ...proto.errors import ProtocolError
+
 
 class AnyMatrix(Protocol):
     """What the model multiplies by: dense here, quantised on a GPU."""
@@ -24,6 +26,15 @@ class AnyMatrix(Protocol):
         """x @ matrix^T, [T, rows]."""
 
 
+class AbsentMatrix:
+    """Stands in for a matrix of a migrating layer while the other layout has its weights."""
+
+    byte_count = 0
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        raise ProtocolError("a layer was run whose weights lie where the other layout needs them")
+
+
 class Matrix:
     """A matrix [rows, columns] that multiplies rows of activations: `matrix(x_TC)` is x @ matrix^T, [T, rows]."""
 
@@ -34,6 +45,10 @@ class Matrix:
         self.byte_count = dense.numel() * dense.element_size()
         self._fast = dense.numel() > 0 and has_fast_linear(dense.device, dense.dtype)
         self._weight = _packed(dense) if self._fast else dense
+
+    def dense(self) -> Tensor:
+        """The matrix as it was given, [rows, columns]: a copy where it is packed."""
+        return self._weight if self._weight.layout is torch.strided else self._weight.to_dense()
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         x_TC = x_TC.to(self.dtype)

@@ -1,13 +1,15 @@
 """KV bundles between ranks, as they lie in the arenas, on a process group of their own."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .throttle import Throttle
 from .waiting import named_errors, wait_for
 
 
@@ -15,12 +17,19 @@ class MoveHandle:
     """Moves under way. Neither side's tensors may be touched before `wait` has returned."""
 
     def __init__(
-        self, works: Sequence[Any], keep: Sequence[Tensor], what: str, timeout_seconds: float
+        self,
+        works: Sequence[Any],
+        keep: Sequence[Tensor],
+        what: str,
+        timeout_seconds: float,
+        arrived: Callable[[], None] | None = None,
     ) -> None:
+        """`arrived` returns when a slow link would have brought it all; None: it is as fast as it is."""
         self._works = list(works)
         self._keep = list(keep)  # the backend reads and writes them until the end
         self._what = what
         self._timeout_seconds = timeout_seconds
+        self._arrived = arrived
         self._begun = time.perf_counter()
         self.seconds = 0.0
         """From the start to the end of `wait`; 0.0 before."""
@@ -31,6 +40,8 @@ class MoveHandle:
             return
         for work in self._works:
             wait_for(work, self._timeout_seconds, self._what)
+        if self._arrived is not None:
+            self._arrived()
         self._works.clear()
         self._keep.clear()
         self.seconds = time.perf_counter() - self._begun
@@ -39,12 +50,15 @@ class MoveHandle:
 class KvMoves:
     """Grouped transfers; one call may both send and receive, to and from many ranks."""
 
-    def __init__(self, group: Any, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, group: Any, rank: int, size: int, timeout_seconds: float, throttle: Throttle | None = None
+    ) -> None:
         """`group`: None with one rank, which has nobody to move anything to."""
         self._group = group
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout_seconds
+        self._throttle = throttle
 
     def start(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -63,7 +77,17 @@ class KvMoves:
         what = f"KV moves of rank {self._rank} with rank {', '.join(map(str, peers))}"
         with named_errors(what):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return MoveHandle(works, [tensor for _, tensor in (*wanted, *given)], what, self._timeout_seconds)
+        keep = [tensor for _, tensor in (*wanted, *given)]
+        return MoveHandle(works, keep, what, self._timeout_seconds, self._arrived(wanted, given))
+
+    def _arrived(
+        self, wanted: Sequence[tuple[int, Tensor]], given: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None] | None:
+        """On a slow link: until the larger of what comes and what goes is through, both ways at once."""
+        if self._throttle is None:
+            return None
+        byte_count = max(sum(tensor.nbytes for _, tensor in way) for way in (wanted, given))
+        return partial(self._throttle.wait_until, self._throttle.arrival(byte_count))
 
     def _check(self, peer: int, tensor: Tensor) -> None:
         if peer == self._rank or not 0 <= peer < self._size:

@@ -11,20 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...proto.commands import LinkOptions
 from . import interfaces, mailbox, shared_memory
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
+from .options import no_peer_asked, settle
+from .pair_check import check_pairs
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
 from .shared_memory import SharedSegment
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
+from .throttle import Throttle, ThrottledTensorGroup
 from .waiting import FlagWait, more_ranks_than_cores, named_errors
 
 if TYPE_CHECKING:
     from .inboxes import Inboxes
 
 NAME_BYTES = 64
-NO_PEER_VARIABLE = "GEARSHIFT_NO_PEER"  # 1: as on cards without peer access, for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,7 @@ class Links:
 
         if not self.local:
             return None
-        peer = os.environ.get(NO_PEER_VARIABLE, "") in ("", "0")
-        return open_inboxes(words, self.rank, self.size, self.device, self.group, peer)
+        return open_inboxes(words, self.rank, self.size, self.device, self.group, not no_peer_asked())
 
 
 @contextmanager
@@ -62,23 +64,29 @@ def open_links(
     local: bool,
     timeout_seconds: float = 300.0,
     coordinator: str = "",
+    options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
+    spoilt: frozenset[tuple[int, int]] = frozenset(),
 ) -> Iterator[Links]:
     """Join the other ranks; collective: all ranks open at the same time, with the same `group`.
 
     The meeting point comes from the environment torchrun's agent sets (MASTER_ADDR, MASTER_PORT, ...). `group` is the
     launch's token; it keeps shared memory of two launches apart. `local`: all ranks are on this host. `coordinator`:
     its address; where ranks are on several hosts, the interface that leads there is the data's too.
+    `spoilt`: for tests, see `check_pairs`.
     Raises CollectiveTimeoutError or LinkFailedError, as every later wait does after `timeout_seconds`.
     """
     if world_size == 1:
         kv = KvMoves(None, rank, world_size, timeout_seconds)
         yield Links(rank, world_size, LoneTensorGroup(), PipelineEdges(None, None, device), kv, device, group)
         return
+    settle(options)
+    speed = options.bytes_per_second
+    throttle = None if speed is None else Throttle(speed, device)
     _join(rank, world_size, device, local, timeout_seconds, coordinator)
     try:
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
-            links = _make(rank, world_size, device, group, local, timeout_seconds)
-            _warm(links, device)
+            links = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
+            _warm(links, device, spoilt)
         yield links
         links.pipeline.drain()
     finally:
@@ -110,8 +118,9 @@ def _join(
 
 
 def _make(
-    rank: int, size: int, device: torch.device, group: str, local: bool, timeout_seconds: float
-) -> Links:
+    rank: int, size: int, device: torch.device, group: str, local: bool, timeout_seconds: float,
+    throttle: Throttle | None,
+) -> Links:  # fmt: skip
     # new_group is collective: every rank makes every group, in this order, its own or not.
     timeout = timedelta(seconds=timeout_seconds)
     tensor_group = dist.new_group(timeout=timeout)
@@ -123,10 +132,13 @@ def _make(
     tensor: TensorGroup = distributed
     if shared is not None:
         tensor = SharedTensorGroup(_exchange(shared, rank, size, wait), rank, size)
+    if throttle is not None:
+        tensor = ThrottledTensorGroup(tensor, size, rank, throttle)
     incoming = _incoming(edge_groups[rank - 1], shared, rank, size, wait) if rank > 0 else None
     outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
-    pipeline = PipelineEdges(incoming, outgoing, device)
-    return Links(rank, size, tensor, pipeline, KvMoves(kv_group, rank, size, timeout_seconds), device, group, local)
+    pipeline = PipelineEdges(incoming, outgoing, device, throttle)
+    kv = KvMoves(kv_group, rank, size, timeout_seconds, throttle)
+    return Links(rank, size, tensor, pipeline, kv, device, group, local)
 
 
 def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:
@@ -196,20 +208,13 @@ def _edge(shared: SharedSegment, size: int, first: int) -> tuple[memoryview, Ten
     return flags, buffers
 
 
-def _warm(links: Links, device: torch.device) -> None:
-    """One small transfer over each way, so that connections and buffers exist before the first prompt."""
+def _warm(links: Links, device: torch.device, spoilt: frozenset[tuple[int, int]]) -> None:
+    """A transfer over each way, so that connections and buffers exist before the first prompt; and it is checked."""
     rank, size = links.rank, links.size
     ones = torch.ones(size, device=device)
     if not torch.equal(links.tensor.all_reduce(ones), ones * size):
         raise LinkFailedError(f"rank {rank}: the all-reduce of the self-test is wrong")
     links.tensor.broadcast(ones, root=size - 1)
     links.tensor.gather(ones, root=size - 1, widths=[size] * size)
-    links.pipeline.warm(rank)
-    others = [peer for peer in range(size) if peer != rank]
-    sent = torch.full((8,), rank, dtype=torch.uint8, device=device)
-    received = [torch.full_like(sent, 255) for _ in others]
-    links.kv.start([(peer, sent) for peer in others], list(zip(others, received, strict=True))).wait()
-    for peer, tensor in zip(others, received, strict=True):
-        if not torch.equal(tensor, torch.full_like(sent, peer)):
-            raise LinkFailedError(f"rank {rank}: what rank {peer} sent in the self-test arrived damaged")
+    check_pairs(links.kv, links.pipeline, links.tensor, rank, size, device, spoilt)
     links.tensor.barrier()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...proto.errors import ProtocolError
-from .errors import LinkFailedError
 from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
+from .throttle import Throttle
 from .waiting import named_errors, wait_for
 
 BUFFERS = 2
@@ -110,10 +110,17 @@ class Incoming:
 class PipelineEdges:
     """A rank's two edges. The first rank has none to receive from, the last none to send to."""
 
-    def __init__(self, incoming: Incoming | None, outgoing: Outgoing | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        incoming: Incoming | None,
+        outgoing: Outgoing | None,
+        device: torch.device,
+        throttle: Throttle | None = None,
+    ) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
         self._device = device
+        self._throttle = throttle
         self._buffers = [StagingBuffer(device) for _ in range(BUFFERS)]
         self._posted: deque[tuple[Tensor, DistributedReceiver | MailboxReceiver]] = deque()
         self._posts = 0
@@ -126,6 +133,8 @@ class PipelineEdges:
         if self._outgoing is None:
             raise ProtocolError("the last rank has nobody to send hidden rows to")
         payload = hidden.contiguous().view(-1).view(torch.uint8)
+        if self._throttle is not None:
+            self._throttle.hold(payload.numel())
         self._outgoing.way(payload.numel()).send(payload)
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -149,20 +158,18 @@ class PipelineEdges:
         way.receive()
         return hidden
 
-    def warm(self, rank: int) -> None:
-        """Send the next rank a few bytes each way there is, and check what the rank before has sent."""
-        if self._outgoing is not None:
+    def exchange(self, payload: Tensor | None, byte_count: int) -> list[Tensor]:
+        """Send the next rank flat bytes, each way there is; what the rank before has sent, each way. For the check."""
+        if self._outgoing is not None and payload is not None:
             for way in self._outgoing.ways():
-                way.send(torch.full((8,), rank, dtype=torch.uint8, device=self._device))
-        if self._incoming is not None:
-            for arrival in self._incoming.ways():
-                into = torch.full((8,), 255, dtype=torch.uint8, device=self._device)
-                arrival.post(into)
-                arrival.receive()
-                if not torch.equal(into, torch.full_like(into, rank - 1)):
-                    raise LinkFailedError(
-                        f"rank {rank}: rank {rank - 1}'s rows of the self-test arrived damaged"
-                    )
+                way.send(payload)
+        arrived = []
+        for arrival in self._incoming.ways() if self._incoming is not None else []:
+            into = torch.zeros(byte_count, dtype=torch.uint8, device=self._device)
+            arrival.post(into)
+            arrival.receive()
+            arrived.append(into)
+        return arrived
 
     def drain(self) -> None:
         """Wait until all that was sent through torch.distributed has left."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...proto.ids import Layout
 from ...proto.model import RopeSpec
+from ...proto.placement.working import chunk_bucket
 from ..kernels import quant_matrix, step_ops
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.step_ops import Angles
@@ -21,16 +22,7 @@ from ..weights.layer import LayerWeights, PartWeights
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table
 
-SMALL_BUCKETS = (64, 128)
-BUCKET_ROWS = 256  # and its multiples
-
 Piece = tuple[Layout, int, int, int | None, str]  # layout, bucket, layer, the layer after it, which of its graphs
-
-
-def bucket_of(rows: int) -> int:
-    """Rows that a chunk is filled up to."""
-    small = next((size for size in SMALL_BUCKETS if rows <= size), None)
-    return small or -(-rows // BUCKET_ROWS) * BUCKET_ROWS
 
 
 @dataclass(slots=True)
@@ -79,7 +71,7 @@ class ChunkPass:
 
     def __init__(self, decoder: DeviceDecoder, most_rows: int, context_tokens: int) -> None:
         self._decoder = decoder
-        self._most_rows = bucket_of(most_rows)
+        self._most_rows = chunk_bucket(most_rows)
         self._blocks = -(-context_tokens // 64) + 1
         self._buffers: Buffers | None = None
         self._graphs: dict[Piece, torch.cuda.CUDAGraph] = {}
@@ -90,10 +82,13 @@ class ChunkPass:
     def serves(self, rows: int) -> bool:
         return rows <= self._most_rows
 
-    def run(self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segment: Segment) -> Tensor:
-        """The chunk through the layers; a new tensor f32 [T, D]."""
+    def run(
+        self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segment: Segment,
+        sum_in_place: Callable[[Tensor], object],
+    ) -> Tensor:
+        """The chunk through the layers; a new tensor f32 [T, D]. `sum_in_place`: over the ranks, between the graphs."""
         buffers, rows = self._fill(hidden_TD, segment, layout), segment.rows
-        bucket = bucket_of(rows)
+        bucket = chunk_bucket(rows)
         split = layout is Layout.TENSOR
         for index, layer in enumerate(layers):
             weights = self._decoder.weights.layers[layer]
@@ -113,9 +108,9 @@ class ChunkPass:
                 piece("rest", lambda w=weights, h=heads, f=following: self._rest(buffers, bucket, w, h, w.parts, f))
                 continue
             piece("output", lambda w=weights, h=heads: self._output(buffers, bucket, h))
-            self._decoder.sum_in_place(buffers.partial[:bucket])
+            sum_in_place(buffers.partial[:bucket])
             piece("forward", lambda w=weights, p=parts: self._forward(buffers, bucket, w, p))
-            self._decoder.sum_in_place(buffers.partial[:bucket])
+            sum_in_place(buffers.partial[:bucket])
             piece("end", lambda w=weights, f=following: self._end(buffers, bucket, w, f))
         return buffers.hidden[:rows].clone()
 
@@ -124,7 +119,7 @@ class ChunkPass:
             self._buffers = Buffers.of(self._decoder, self._most_rows, self._blocks)
             self._decoder.reserve_workspace()
         buffers, rows = self._buffers, segment.rows
-        bucket = bucket_of(rows)
+        bucket = chunk_bucket(rows)
         buffers.hidden[:rows].copy_(hidden_TD)
         buffers.hidden[rows:bucket].zero_()
         torch.arange(segment.start, segment.start + rows, out=buffers.positions[:rows])

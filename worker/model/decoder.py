@@ -5,7 +5,9 @@ half block. Both are the same code over different parts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,6 +51,16 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights
+
+    def without_collectives(self) -> Self:
+        """The same layers, the own part's sums left as they are: for timing a rank alone."""
+        alone = copy(self)
+        alone._all_reduce = _as_it_is
+        return alone
 
     def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
         """Run rows through `layers`, storing their keys and values: f32 [T, D] to f32 [T, D]."""
@@ -143,6 +155,10 @@ class Decoder:
             logits_TV = logits_TV * self._spec.logit_scale
         cap = self._spec.logit_softcap
         return torch.tanh(logits_TV / cap) * cap if cap else logits_TV
+
+
+def _as_it_is(partial: Tensor) -> Tensor:
+    return partial
 
 
 def _sum(partials: Iterable[Tensor]) -> Tensor:

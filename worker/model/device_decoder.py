@@ -5,7 +5,7 @@ not cover (`fused` below) goes the plain way of the base class.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as functional
@@ -31,7 +31,10 @@ class Chunks(Protocol):
 
     def serves(self, rows: int) -> bool: ...
 
-    def run(self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segment: Segment) -> Tensor: ...
+    def run(
+        self, hidden_TD: Tensor, layers: Sequence[int], layout: Layout, segment: Segment,
+        sum_in_place: Callable[[Tensor], object],
+    ) -> Tensor: ...
 
 
 class DeviceDecoder(Decoder):
@@ -48,11 +51,12 @@ class DeviceDecoder(Decoder):
             part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
         )
         self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
-        self.sum_in_place = sum_in_place
+        self._sum_in_place = sum_in_place
 
-    @property
-    def weights(self) -> Weights:
-        return self._weights
+    def without_collectives(self) -> Self:
+        alone = super().without_collectives()
+        alone._sum_in_place = lambda partial: partial
+        return alone
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,7 +114,7 @@ class DeviceDecoder(Decoder):
         if not self.fused or not numbers:
             return super().layers(hidden_TD, numbers, layout, segments)
         if self.chunks is not None and len(segments) == 1 and self.chunks.serves(segments[0].rows):
-            return self.chunks.run(hidden_TD, numbers, layout, segments[0])
+            return self.chunks.run(hidden_TD, numbers, layout, segments[0], self._sum_in_place)
         hidden_TD = hidden_TD.clone()
         positions = torch.cat([torch.arange(s.start, s.start + s.rows, dtype=torch.int32) for s in segments])
         positions = positions.to(self._device, non_blocking=True)

@@ -73,6 +73,10 @@ class DeviceLoader:
             note(cut_bytes(tensor, cut))
         return QuantMatrix(pieces, lead, len(first_cut.owned), tail, self.workspace)
 
+    def of_pieces(self, pieces: list[Piece], lead: int, columns: int, tail: int) -> QuantMatrix:
+        """A matrix whose pieces lie somewhere already."""
+        return QuantMatrix(pieces, lead, columns, tail, self.workspace)
+
     def embedding(self, tensor: TensorInfo, factor: float) -> EmbeddingTable:
         """token_embd, in pinned host memory."""
         rows, columns = tensor.shape

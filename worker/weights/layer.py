@@ -1,6 +1,7 @@
 """One layer's weights: norms that every rank holds, and parts. The two layouts differ in which parts they run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -9,7 +10,10 @@ from ..kernels.matrix import AnyMatrix
 
 @dataclass(frozen=True, slots=True)
 class PartWeights:
-    """Part r of a layer. It has one address for life: changing layout changes which parts run, not where they lie."""
+    """Part r of a layer. It has one address for life: changing layout changes which parts run, not where they lie.
+
+    A part of a migrating layer that is not here has `AbsentMatrix`es.
+    """
 
     part: int
     query_heads: int
@@ -23,9 +27,18 @@ class PartWeights:
     down: AnyMatrix  # [D, feed_forward]
 
 
+MATRIX_FIELDS = ("qkv", "attention_output", "gate_up", "down")
+
+
+def filled(part: PartWeights, bias: Tensor | None, matrices: Mapping[str, AnyMatrix]) -> PartWeights:
+    """The part with these matrices, by their names in `MATRIX_FIELDS`."""
+    qkv, output, gate_up, down = (matrices[name] for name in MATRIX_FIELDS)
+    return replace(part, qkv_bias=bias, qkv=qkv, attention_output=output, gate_up=gate_up, down=down)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A layer as this rank holds it: all parts where its own stage has the layer, else its own part."""
+    """A layer as this rank may hold it: all parts where its own stage has the layer, else its own part."""
 
     parts: tuple[PartWeights, ...]  # in rank order
     own: PartWeights
@@ -42,7 +55,7 @@ class LayerWeights:
 class Weights:
     """All weights of one rank."""
 
-    layers: tuple[LayerWeights, ...]  # every layer of the model
+    layers: list[LayerWeights]  # every layer of the model; those that migrate are replaced as their parts come and go
     output_norm: Tensor  # [D]
     head: AnyMatrix  # [own vocab rows, D]
     rope_factors: dict[str, Tensor]  # frequency divisors by tensor name

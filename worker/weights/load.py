@@ -1,4 +1,4 @@
-"""Read this rank's parts of every layer and its rows of the head (residency `both`)."""
+"""Read this rank's parts of every layer and its rows of the head; migrating layers as the layer layout needs them."""
 
 import math
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import Tensor
 from ...proto.model import ModelSpec, TensorInfo
 from ...proto.placement.plan import Placement
 from ...proto.placement.slices import TensorSlice, head_slice, layer_slice
-from ..kernels.matrix import AnyMatrix, Matrix
+from ..kernels.matrix import AbsentMatrix, AnyMatrix, Matrix
 from ..memory import MemoryLedger, return_freed_memory
-from .layer import LayerWeights, PartWeights, Weights
+from .layer import LayerWeights, PartWeights, Weights, filled
 from .mapped_file import MappedModel
 
 if TYPE_CHECKING:
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from .device_load import DeviceLoader
 
 ProgressNote = Callable[[int], None]  # told the file bytes read since the last call
+Cut = tuple[TensorInfo, TensorSlice]
+
+QKV = ("attn_q", "attn_k", "attn_v")
+MATRIX_TENSORS = {
+    "qkv": QKV, "attention_output": ("attn_output",), "gate_up": ("ffn_gate", "ffn_up"), "down": ("ffn_down",),
+}  # fmt: skip
+ABSENT = AbsentMatrix()
 
 
 class WeightLoader:
@@ -41,13 +48,19 @@ class WeightLoader:
         head_rows = head_slice(self._spec, self._placement, self._rank)
         factor_names = {layer.rope.factors_tensor for layer in self._spec.layers}
         weights = Weights(
-            layers=tuple(self._layer(layer) for layer in range(len(self._spec.layers))),
+            layers=[self._layer(layer) for layer in range(len(self._spec.layers))],
             output_norm=self._vector(self._spec.tensors["output_norm.weight"]),
             head=self._matrix([(self._spec.tensors[self._spec.head_tensor], head_rows)]),
             rope_factors={name: self._vector(self._spec.tensors[name]) for name in factor_names if name is not None},
         )
         return_freed_memory()
+        self._note = _nobody  # what is read from now on is no part of the load
         return weights
+
+    @property
+    def quantised(self) -> "DeviceLoader | None":
+        """What keeps matrices in the file's quantisation; None where they are dense."""
+        return self._device_loader
 
     def embedding(self) -> "EmbeddingTable":
         """token_embd for a GPU's kernels; only where matrices are kept quantised."""
@@ -55,7 +68,11 @@ class WeightLoader:
         return self._device_loader.embedding(self._spec.tensors["token_embd.weight"], self._spec.embedding_scale)
 
     def _layer(self, layer: int) -> LayerWeights:
-        parts = tuple(self._part(layer, part) for part in self._placement.parts_held(layer, self._rank))
+        held = self._placement.parts_held(layer, self._rank)
+        parts = tuple(
+            self.part(layer, part) if part in held else self.absent_part(layer, part)
+            for part in parts_of_rank(self._placement, layer, self._rank)
+        )
         return_freed_memory()
         return LayerWeights(
             parts=parts,
@@ -69,29 +86,42 @@ class WeightLoader:
             post_feed_forward_norm=self._optional_vector(layer, "post_ffw_norm.weight"),
         )
 
-    def _part(self, layer: int, part: int) -> PartWeights:
+    def part(self, layer: int, part: int) -> PartWeights:
+        """A part, read from the files."""
+        has_bias = self._spec.layer_tensor(layer, "attn_q.bias") is not None
+        bias = self._biases(layer, QKV, part) if has_bias else None
+        matrices = {field: self._matrix(cuts) for field, cuts in self.cuts(layer, part).items()}
+        return filled(self.absent_part(layer, part), bias, matrices)
+
+    def absent_part(self, layer: int, part: int) -> PartWeights:
+        """A part without its weights."""
         cut = self._placement.layers[layer].parts[part]
         facts = self._spec.layers[layer]
         group = facts.query_heads // facts.kv_heads
-        qkv = ("attn_q", "attn_k", "attn_v")
-        has_bias = self._spec.layer_tensor(layer, "attn_q.bias") is not None
         return PartWeights(
             part=part,
             query_heads=len(cut.query),
             kv_heads=len(cut.kv),
             kv_head_of_query=tuple(head // group - cut.kv.first for head in cut.query),
             feed_forward=len(cut.feed_forward),
-            qkv=self._matrix([self._cut(layer, f"{name}.weight", part) for name in qkv]),
-            qkv_bias=self._biases(layer, qkv, part) if has_bias else None,
-            attention_output=self._matrix([self._cut(layer, "attn_output.weight", part)]),
-            gate_up=self._matrix([self._cut(layer, f"{name}.weight", part) for name in ("ffn_gate", "ffn_up")]),
-            down=self._matrix([self._cut(layer, "ffn_down.weight", part)]),
+            qkv=ABSENT,
+            qkv_bias=None,
+            attention_output=ABSENT,
+            gate_up=ABSENT,
+            down=ABSENT,
         )
 
-    def _cut(self, layer: int, name: str, part: int) -> tuple[TensorInfo, TensorSlice]:
+    def cuts(self, layer: int, part: int) -> dict[str, list[Cut]]:
+        """What each matrix of a part is made of, by its name in `PartWeights`."""
+        return {
+            field: [self._cut(layer, f"{name}.weight", part) for name in names]
+            for field, names in MATRIX_TENSORS.items()
+        }
+
+    def _cut(self, layer: int, name: str, part: int) -> Cut:
         return self._spec.tensors[f"blk.{layer}.{name}"], layer_slice(self._spec, self._placement, layer, name, part)
 
-    def _matrix(self, cuts: list[tuple[TensorInfo, TensorSlice]]) -> AnyMatrix:
+    def _matrix(self, cuts: list[Cut]) -> AnyMatrix:
         """The cuts below one another as one [rows, columns] matrix: quantised on a GPU, else in the compute type."""
         if self._device_loader is not None:
             quantised = self._device_loader.matrix(cuts, self._note)
@@ -131,3 +161,12 @@ class WeightLoader:
         vector = self._ledger.allocate("weights", (tensor.shape[-1],), torch.float32, self._device)
         return vector.copy_(torch.from_numpy(self._files.vector(tensor)))
 
+
+
+def parts_of_rank(placement: Placement, layer: int, rank: int) -> tuple[int, ...]:
+    """Parts of a layer that a rank ever holds: all of its own stage, else its own."""
+    return tuple(range(placement.ranks)) if layer in placement.stages[rank] else (rank,)
+
+
+def _nobody(byte_count: int) -> None:
+    """Nobody is told."""

@@ -1,0 +1,143 @@
+"""How a model is shared out among ranks of unequal speed. Pure arithmetic.
+
+Layers and parts are shared out apart from each other: prompts are read at the pace of the slowest stage, so stages take
+equal times; answers at that of the slowest part, so parts do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import floor, inf
+
+WORTH_IT = 0.02  # a gain below this may be noise, and equal shares read and write alike everywhere
+SHARE_STEPS = 100  # parts are shared out in hundredths
+BISECTIONS = 60
+
+Seconds = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PartPace:
+    """A decode step through a rank's parts of all layers and of the head: `fixed` + share * `whole` seconds."""
+
+    fixed: float
+    whole: float
+
+    def seconds(self, share: float) -> float:
+        return self.fixed + share * self.whole if share > 0 else 0.0
+
+    @classmethod
+    def through(cls, first: tuple[float, float], second: tuple[float, float] | None = None) -> "PartPace":
+        """Of one or two measured (share, seconds). Two that lie too close or contradict the form: of the last alone."""
+        share, seconds = second or first
+        alone = cls(0.0, seconds / share)
+        if second is None or abs(second[0] - first[0]) < 2 / SHARE_STEPS:
+            return alone
+        whole = (second[1] - first[1]) / (second[0] - first[0])
+        fixed = seconds - whole * share
+        return cls(fixed, whole) if whole > 0 and fixed >= 0 else alone
+
+
+@dataclass(frozen=True, slots=True)
+class AutoShares:
+    """Shares of the ranks; None: equal ones. `layers` are whole counts."""
+
+    layers: tuple[int, ...] | None = None
+    parts: tuple[float, ...] | None = None
+
+
+def stage_lengths(layer_seconds: Sequence[Seconds]) -> tuple[int, ...]:
+    """Layers of each stage, in rank order, so that the slowest stage is as quick as can be.
+
+    `layer_seconds[rank][layer]` is that layer's time there. Among the splits with the least slowest stage one with the
+    least sum is taken: the first chunk goes through all stages.
+    """
+    layers = len(layer_seconds[0])
+    before = [(0.0, *accumulate(seconds)) for seconds in layer_seconds]
+    longest = _least_longest(layer_seconds, layers) * (1 + 1e-9)
+    # best[end]: (sum, lengths) of the stages so far over the first `end` layers, none above `longest`
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for sums in before:
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (total, lengths) in best.items():
+            for end in range(first, layers + 1):
+                stage = sums[end] - sums[first]
+                if stage > longest:
+                    break
+                found = total + stage, (*lengths, end - first)
+                following[end] = min(found, following.get(end, (inf, ())))
+        best = following
+    return best[layers][1]
+
+
+def _least_longest(layer_seconds: Sequence[Seconds], layers: int) -> float:
+    """The least time within which stages that each take all they can cover the model: by bisection."""
+    low, high = 0.0, max(sum(seconds) for seconds in layer_seconds)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        layer = 0
+        for seconds in layer_seconds:
+            room = middle
+            while layer < layers and seconds[layer] <= room:
+                room -= seconds[layer]
+                layer += 1
+        low, high = (low, middle) if layer == layers else (middle, high)
+    return high
+
+
+def part_shares(paces: Sequence[PartPace]) -> tuple[float, ...]:
+    """Shares, in hundredths, with which the parts take equal times; none for a rank that would only hold all up."""
+    working = set(range(len(paces)))
+    while True:
+        # fixed + share * whole = seconds on every working rank, and the shares add up to 1
+        rate = sum(1 / paces[rank].whole for rank in working)
+        seconds = (1 + sum(paces[rank].fixed / paces[rank].whole for rank in working)) / rate
+        late = {rank for rank in working if paces[rank].fixed >= seconds}
+        if not late:
+            break
+        working -= late
+    exact = [
+        (seconds - pace.fixed) / pace.whole if rank in working else 0.0 for rank, pace in enumerate(paces)
+    ]
+    return _in_steps(exact)
+
+
+def _in_steps(shares: Sequence[float]) -> tuple[float, ...]:
+    """Rounded to hundredths that add up to one: the largest remainders are rounded up."""
+    steps = [floor(share * SHARE_STEPS + 1e-9) for share in shares]
+    order = sorted(range(len(shares)), key=lambda rank: steps[rank] - shares[rank] * SHARE_STEPS)
+    for rank in order[: SHARE_STEPS - sum(steps)]:
+        steps[rank] += 1
+    return tuple(step / SHARE_STEPS for step in steps)
+
+
+def choose_shares(layer_seconds: Sequence[Seconds], paces: Sequence[PartPace]) -> AutoShares:
+    """Shares that are worth it: equal ones (None) where the unequal would gain less than noise may feign."""
+    ranks, layers = len(layer_seconds), len(layer_seconds[0])
+    lengths, equal_lengths = stage_lengths(layer_seconds), equal_stages(layers, ranks)
+    parts, equal_parts = part_shares(paces), (1 / ranks,) * ranks
+    gains = {
+        "layers": slowest_stage(layer_seconds, equal_lengths) / slowest_stage(layer_seconds, lengths),
+        "parts": slowest_part(paces, equal_parts) / slowest_part(paces, parts),
+    }
+    return AutoShares(
+        layers=lengths if gains["layers"] > 1 + WORTH_IT else None,
+        parts=parts if gains["parts"] > 1 + WORTH_IT else None,
+    )
+
+
+def equal_stages(layers: int, ranks: int) -> tuple[int, ...]:
+    ends = [floor(layers * rank / ranks + 0.5) for rank in range(ranks + 1)]
+    return tuple(end - first for first, end in pairwise(ends))
+
+
+def slowest_stage(layer_seconds: Sequence[Seconds], lengths: Sequence[int]) -> float:
+    ends = list(accumulate(lengths))
+    return max(
+        sum(seconds[end - length : end])
+        for seconds, length, end in zip(layer_seconds, lengths, ends, strict=True)
+    )
+
+
+def slowest_part(paces: Sequence[PartPace], shares: Seconds) -> float:
+    return max(pace.seconds(share) for pace, share in zip(paces, shares, strict=True))

@@ -1,0 +1,89 @@
+"""`gearshift calibrate`: what a model's work costs on these devices, measured with care."""
+
+import json
+from pathlib import Path
+from time import monotonic
+from typing import Annotated
+
+import typer
+
+from ...proto.errors import InputError
+from .. import flags
+from ..console import note, stdout_console
+from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
+from ..user_folders import current_settings
+
+EXAMPLES = """\
+gearshift calibrate demo --workers 2
+
+gearshift calibrate model.gguf --workers 2 --context 40000 --out costs.json
+
+gearshift calibrate demo --workers 2 --json
+"""
+
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="FILE.json", help="Write the costs there too (docs/costs.md has the form)."),
+]
+
+
+def calibrate(
+    model: flags.Model,
+    out: Out = None,
+    workers: flags.Workers = None,
+    device: flags.DeviceFlag = None,
+    threads: flags.Threads = None,
+    max_chunk: flags.MaxChunk = None,
+    context: flags.Context = None,
+    layer_split: flags.LayerSplit = None,
+    layer_share: flags.LayerShare = None,
+    tensor_share: flags.TensorShare = None,
+    compute_type: flags.ComputeTypeFlag = None,
+    kv_type: flags.KvTypeFlag = None,
+    reserve: flags.Reserve = None,
+    memory_limit: flags.MemoryLimit = None,
+    residency: flags.ResidencyFlag = None,
+    no_peer: flags.NoPeer = None,
+    throttle_link: flags.ThrottleLink = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Time chunks, decode steps and links at more points than a start does, and show how well the costs fit them.
+
+    The costs are kept: later starts of such a group take them instead of measuring.
+    """
+    arguments = locals()
+    from ...coordinator.cost_files import write_costs
+    from ..calibration import calibration_facts, calibration_tables
+    from ..cost_cache import cost_facts, cost_path, keep_costs
+    from ..session_setup import open_model, open_session, wish_context
+
+    settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
+    target = None if out is None else _checked_target(out)
+    opened = open_model(model)
+    asked = current_settings({"context": context}).whole_number_or_none("context")
+    wish = wish_context(asked, 1, None, opened.spec.trained_context)
+    with open_session(opened, settings, layout_settings(), wish, measure=False) as session:
+        driver, started = session.driver, monotonic()
+        found = driver.measure_costs(driver.measuring_plan(thorough=True), lambda part: note(f"timing {part}"))
+        seconds = monotonic() - started
+        points = driver.measuring_plan()  # a start's: it is a start that looks for them
+        facts = cost_facts(driver.spec, session.cluster, session.placement, session.loaded, settings, points)
+    path = cost_path(facts)
+    if keep_costs(path, found.costs, facts):
+        note(f"measured in {seconds:.1f} s; kept in {path}")
+    if target is not None:
+        write_costs(target, found.costs, facts)
+        note(f"written to {target}")
+    if as_json:
+        print(json.dumps(calibration_facts(found, facts, seconds), ensure_ascii=False))
+        return
+    for table in calibration_tables(found):
+        stdout_console().print(table)
+
+
+def _checked_target(out: str) -> Path:
+    """The path, refused before any work where nothing could be written there."""
+    target = Path(out)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"--out {out} cannot be written: not a file in a folder that exists")
+    return target

@@ -1,0 +1,151 @@
+"""The same file by llama.cpp's own benchmark, for a row beside ours: started, bounded, read; its errors are told."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..proto.errors import InputError
+
+HELP_SECONDS = 60.0  # a CUDA build looks at its devices before it answers
+LAST_CHARACTERS = 400  # of what a failed program wrote
+ALL_LAYERS = "99"  # on the devices
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One split mode. Seconds of prompt and answer together; `error` says why there are none.
+
+    `answer_tokens_per_second` is the answer behind the prompt: the time of both less that of the prompt alone.
+    """
+
+    split_mode: str
+    wall_seconds: float = 0.0
+    low_seconds: float = 0.0
+    high_seconds: float = 0.0
+    prompt_tokens_per_second: float = 0.0
+    answer_tokens_per_second: float = 0.0
+    build: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A llama-bench program, as its own help describes it."""
+
+    path: Path
+    split_modes: tuple[str, ...]
+    further: tuple[str, ...] = ()  # arguments of the user's
+
+    def command(self, split_mode: str, model: str, prompt: int, answer: int, repeats: int) -> tuple[str, ...]:
+        """`-n 0`: no answer without a prompt; `-pg`: the answer behind it, as ours is written."""
+        asked = ("-m", model, "-p", str(prompt), "-n", "0", "-pg", f"{prompt},{answer}", "-r", str(repeats))
+        return (str(self.path), *asked, "-ngl", ALL_LAYERS, "-sm", split_mode, "-o", "json", *self.further)
+
+
+def find_peer(path: str, further: Sequence[str] = ()) -> Peer:
+    """The program, asked for its help. `InputError` where it is none of the kind."""
+    program = Path(path)
+    if not program.is_file() or not os.access(program, os.X_OK):
+        raise InputError(f"--against: {path} is no program that can be run")
+    told = _run((str(program.absolute()), "--help"), HELP_SECONDS)
+    if isinstance(told, str):
+        raise InputError(f"--against: {path} --help {told}")
+    text = told.output + told.errors
+    found = re.search(r"-sm, *--split-mode +<([^>]*)>", text)
+    if found is None or "-pg" not in text:
+        raise InputError(f"--against: {path} is no llama-bench with --split-mode and -pg: its help does not name them")
+    known = found.group(1).split("|")
+    across = "tensor" if "tensor" in known else "row"  # older builds cut matrices by rows only
+    modes = tuple(mode for mode in ("layer", across) if mode in known)
+    return Peer(program.absolute(), modes, tuple(further))
+
+
+def run_peer(
+    peer: Peer,
+    model: str,
+    prompt: int,
+    answer: int,
+    repeats: int,
+    timeout_seconds: float,
+    told: Callable[[str], None] = lambda line: None,
+) -> tuple[PeerRow, ...]:
+    """A row for each split mode; one that fails or takes longer than `timeout_seconds` has its error instead."""
+    rows = []
+    for mode in peer.split_modes:
+        told(f"{peer.path.name} -sm {mode}: prompt {prompt}, then answer {answer}, {repeats} times")
+        done = _run(peer.command(mode, model, prompt, answer, repeats), timeout_seconds)
+        if isinstance(done, str):
+            rows.append(PeerRow(mode, error=done))
+            continue
+        try:
+            rows.append(read_row(mode, done.output, prompt, answer))
+        except ValueError as error:
+            rows.append(PeerRow(mode, error=f"wrote what cannot be read: {error}"))
+    return tuple(rows)
+
+
+def read_row(split_mode: str, text: str, prompt: int, answer: int) -> PeerRow:
+    """From `-o json`: a list of tests. Raises ValueError naming what is missing."""
+    tests = json.loads(text)
+    if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
+        raise ValueError("no list of tests")
+    alone, both = _test(tests, prompt, 0), _test(tests, prompt, answer)
+    prompt_seconds, wall = _seconds(alone, "avg_ns"), _seconds(both, "avg_ns")
+    samples = [value / 1e9 for value in both.get("samples_ns", [])] or [wall]
+    return PeerRow(
+        split_mode=split_mode,
+        wall_seconds=wall,
+        low_seconds=min(samples),
+        high_seconds=max(samples),
+        prompt_tokens_per_second=prompt / prompt_seconds,
+        answer_tokens_per_second=answer / (wall - prompt_seconds) if wall > prompt_seconds else 0.0,
+        build=f"{both.get('build_commit', '')} ({both.get('build_number', '')})",
+    )
+
+
+def _test(tests: Sequence[dict[str, Any]], prompt: int, answer: int) -> dict[str, Any]:
+    for test in tests:
+        if (test.get("n_prompt"), test.get("n_gen")) == (prompt, answer):
+            return test
+    raise ValueError(f"no test of {prompt} prompt and {answer} answer tokens")
+
+
+def _seconds(test: dict[str, Any], key: str) -> float:
+    value = test.get(key)
+    if not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"{key} is {value!r}")
+    return value / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    output: str
+    errors: str
+
+
+def _run(command: Sequence[str], timeout_seconds: float) -> _Done | str:
+    """What it wrote, or how it failed. Nothing of it is left, however this ends."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:
+        return f"cannot be started: {error.strerror or error}"
+    try:
+        output, errors = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {timeout_seconds:g} s and was ended"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: whatever it has started goes with it
+            process.communicate()
+    if process.returncode != 0:
+        wrote = " ".join(errors.decode(errors="replace")[-LAST_CHARACTERS:].split())
+        return f"ended with exit code {process.returncode}: {wrote or 'without a word'}"
+    return _Done(output.decode(errors="replace"), errors.decode(errors="replace"))

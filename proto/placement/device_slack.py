@@ -1,0 +1,71 @@
+"""What a GPU's memory loses between a rank's weights, because the allocator hands it out in pieces. Pure.
+
+torch's caching allocator takes tensors of 10 MiB and more from the driver in pieces of whole 2 MiB and splits off a
+rest only where it is above 1 MiB; smaller tensors share pieces.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from ..ids import Layout
+from ..model import ModelSpec, TensorInfo
+from .device_rows import PLANES, has_planes
+from .plan import Placement
+from .slices import TensorSlice, head_slice, layer_slice
+
+PIECE_BYTES = 2 << 20
+OWN_PIECE_BYTES = 10 << 20  # from here on a tensor has pieces of its own
+SPLIT_BYTES = 1 << 20
+
+TOGETHER = (
+    ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    ("attn_output.weight",),
+    ("ffn_gate.weight", "ffn_up.weight"),
+    ("ffn_down.weight",),
+)  # matrices of one part that are held below one another, where their types are the same
+
+Cut = tuple[TensorInfo, TensorSlice]
+
+
+def slack_bytes(
+    spec: ModelSpec, placement: Placement, rank: int, residency: Layout = Layout.LAYER
+) -> int:
+    """Bytes beside `held_bytes(..., PLANES, residency)` that the driver counts for a rank's weights."""
+    return sum(lost_bytes(tensor) for tensor in _tensors(spec, placement, rank, residency))
+
+
+def lost_bytes(tensor_bytes: int) -> int:
+    """What one tensor leaves unusable in its pieces."""
+    if tensor_bytes < OWN_PIECE_BYTES:
+        return 0
+    rest = -tensor_bytes % PIECE_BYTES
+    return rest if rest <= SPLIT_BYTES else 0
+
+
+def _tensors(spec: ModelSpec, placement: Placement, rank: int, residency: Layout) -> Iterator[int]:
+    """Bytes of each tensor that the rank's matrices are held in."""
+    for layer in range(len(spec.layers)):
+        for part in placement.parts_held(layer, rank, residency):
+            for names in TOGETHER:
+                yield from _stacked(
+                    [
+                        (tensor, layer_slice(spec, placement, layer, name, part))
+                        for name in names
+                        if (tensor := spec.layer_tensor(layer, name)) is not None
+                    ]
+                )
+    yield from _stacked([(spec.tensors[spec.head_tensor], head_slice(spec, placement, rank))])
+
+
+def _stacked(cuts: list[Cut]) -> Iterator[int]:
+    """Planes of neighbours of one type lie below one another; what has none is a tensor each."""
+    for type_name, group in groupby(cuts, key=lambda cut: cut[0].type_name):
+        members = list(group)
+        columns = len(members[0][1].held)
+        if not has_planes(type_name, columns):
+            yield from (2 * len(cut.rows) * len(cut.held) for _, cut in members)
+            continue
+        rows = sum(len(cut.rows) for _, cut in members)
+        bits = PLANES[type_name]
+        for plane in (bits.codes, bits.high, bits.scales, bits.supers):
+            yield int(rows * columns * plane / 8)

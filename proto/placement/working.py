@@ -1,0 +1,284 @@
+"""Bytes that a worker needs beside weights and KV: buffers that stay, and what passes in each phase. Pure.
+
+Follows what the workers allocate (worker/model, worker/kernels, worker/links); upper ends where the exact figure
+depends on how slots happen to lie. T rows of a chunk, L cached positions, D hidden: shape letters as in worker/model.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from ..ids import KvType, Layout
+from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks, row_bytes
+from ..model import LayerSpec, ModelSpec
+from .bundles import bundle_bytes
+from .memory import Holding
+from .plan import PartCut, Placement
+from .slices import layer_slice
+
+Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
+
+MEBIBYTE = 1 << 20
+EXPANDED_BYTES = 256 * MEBIBYTE  # most of the workspace that matrices are expanded into (kernels/quant_matrix.py)
+FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: nothing is expanded
+MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)
+KEPT_MASKS = 4
+BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
+BUCKET_STEPS = 64
+ATTENTION_SPLITS = 64  # half as many where the context is short
+SMALL_CHUNK_BUCKETS = (64, 128)
+CHUNK_BUCKET_ROWS = 256
+CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
+GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
+LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
+FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
+INBOX_ROWS = 16
+INBOX_FLAG_WORDS = 32
+
+
+class Working(Struct, frozen=True):
+    """Bytes of one rank beside weights and KV. `standing` stays; the others pass, each at its phase's peak."""
+
+    standing: int
+    prefill: int
+    shift: int  # a streamed shift goes on beside the prefill
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        return self.standing + max(self.prefill, self.shift, self.decode)
+
+
+class WorkingCase(Struct, frozen=True):
+    """How a model is to be run."""
+
+    holding: Holding
+    kv_format: KvFormat
+    journeys: tuple[Journey, ...]
+    context_tokens: int
+    max_chunk_tokens: int
+    batch: int = 1  # requests in one decode step
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.holding is Holding.PLANES
+
+    @property
+    def chunk_rows(self) -> int:
+        return min(self.max_chunk_tokens, self.context_tokens)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of activations in the compute type."""
+        return 4 if self.holding is Holding.F32 else 2
+
+
+def working(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> Working:
+    """What rank `rank` needs for these journeys."""
+    reads = {prefill for prefill, _ in case.journeys}
+    writes = {decode for _, decode in case.journeys}
+    shifts = any(prefill is not decode for prefill, decode in case.journeys)
+    prefill = max(_pass_bytes(spec, placement, rank, case, layout, case.chunk_rows) for layout in reads)
+    decode = max(_pass_bytes(spec, placement, rank, case, layout, 1) for layout in writes)
+    decode += case.batch * _logit_bytes(spec, placement, rank)
+    staged = _shift_bytes(spec, placement, rank, case) if shifts and placement.ranks > 1 else 0
+    return Working(
+        standing=_standing_bytes(spec, placement, rank, case, reads, writes),
+        prefill=prefill + _logit_bytes(spec, placement, rank),
+        shift=prefill + staged,
+        decode=decode,
+    )
+
+
+def _parts_run(placement: Placement, rank: int, layout: Layout) -> Iterator[tuple[int, tuple[PartCut, ...]]]:
+    """(layer, the parts of it that a rank runs in a layout)."""
+    if layout is Layout.LAYER:
+        for layer in placement.stages[rank]:
+            yield layer, placement.layers[layer].parts
+    else:
+        for layer, cut in enumerate(placement.layers):
+            yield layer, (cut.parts[rank],)
+
+
+def _pass_bytes(
+    spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
+) -> int:
+    """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
+    if case.on_gpu and rows > FUSED_ROWS:
+        return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
+    widest = 0
+    for layer, parts in _parts_run(placement, rank, layout):
+        facts = spec.layers[layer]
+        if case.on_gpu:
+            attention = _gpu_attention_bytes(facts, parts, rows, case, spec.hidden)
+            forward = _gpu_forward_bytes(parts, rows, spec.hidden)
+        else:
+            attention = max(_cpu_attention_bytes(facts, part, rows, case) for part in parts)
+            forward = max(3 * case.element_bytes * rows * len(part.feed_forward) for part in parts)
+        widest = max(widest, attention, forward)
+    row_bytes_through = 2 * 4 + case.element_bytes + 2 * (2 if case.on_gpu else 4)  # hidden twice, its norm, two sums
+    return rows * spec.hidden * row_bytes_through + widest
+
+
+def _gpu_chunk_bytes(
+    spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
+) -> int:
+    """What passes beside a chunk's static buffers: its rows in and out, keys and values gathered, attention's results."""
+    attention = 0
+    for layer, parts in _parts_run(placement, rank, layout):
+        facts = spec.layers[layer]
+        query, kv = sum(len(part.query) for part in parts), sum(len(part.kv) for part in parts)
+        seen = _seen_positions(facts, rows, case)
+        copies = 1 + (sum(1 for part in parts if len(part.kv)) > 1)
+        gathered = copies * seen * kv * (facts.key_width + facts.value_width) * 2
+        widest = max(len(part.kv) for part in parts) * max(facts.key_width, facts.value_width)
+        results = rows * query * (2 * 2 * facts.value_width + 4 * 4)  # of the past and the chunk, and their sums' logs
+        attention = max(attention, gathered + seen * widest * 2 + results)
+    return 2 * 4 * rows * spec.hidden + attention
+
+
+def chunk_bucket(rows: int) -> int:
+    """Rows that a chunk of a prompt is filled up to on a GPU, so that few sizes are captured (model/chunk_pass.py)."""
+    small = next((size for size in SMALL_CHUNK_BUCKETS if rows <= size), None)
+    return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
+
+
+def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
+    """Static buffers of chunks, and their graphs: some a layer and bucket."""
+    rows = chunk_bucket(case.chunk_rows)
+    queries = inner = 0
+    for layer, cut in enumerate(placement.layers):
+        held = [cut.parts[part] for part in placement.parts_held(layer, rank)]
+        facts = spec.layers[layer]
+        query, kv = sum(len(part.query) for part in held), sum(len(part.kv) for part in held)
+        queries = max(queries, query * facts.key_width)
+        inner = max(inner, 3 * sum(len(part.feed_forward) for part in held), (query + 2 * kv) * facts.key_width)
+    tables = (2 * placement.ranks - 1) * (block_count(case.context_tokens) + 1) * 8
+    angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers) * 4
+    buckets = -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
+    graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
+    return rows * (spec.hidden * 8 + 2 * (2 * queries + inner) + buckets * angles + 4) + tables + graphs
+
+
+def _gpu_attention_bytes(
+    facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase, hidden: int
+) -> int:
+    """Projections, queries and results in bf16 of all parts; keys and values gathered, those of more parts joined."""
+    query = sum(len(part.query) for part in parts)
+    kv = sum(len(part.kv) for part in parts)
+    projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * 2
+    queries_and_results = rows * query * (facts.key_width + 2 * facts.value_width) * 2
+    seen = _seen_positions(facts, rows, case)
+    copies = 1 + (sum(1 for part in parts if len(part.kv)) > 1)
+    gathered = copies * seen * kv * (facts.key_width + facts.value_width) * 2
+    # One part's keys on their way: in the cache's own type where slots are scattered, in f32 where it is quantised.
+    widest = max(len(part.kv) for part in parts) * max(facts.key_width, facts.value_width)
+    element = 4 + 2 if KvType.Q8_0 in (case.kv_format.key, case.kv_format.value) else 2
+    return projected + queries_and_results + gathered + seen * widest * element + rows * hidden * 2
+
+
+def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int) -> int:
+    width = sum(len(part.feed_forward) for part in parts)
+    return rows * (3 * width + hidden) * 2
+
+
+def _cpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
+    """One part at a time: f32 beside the compute type, keys and values as f32, scores of one KV head's group."""
+    query, kv = len(part.query), len(part.kv)
+    if not query:
+        return 0
+    element, seen = case.element_bytes, _seen_positions(facts, rows, case)
+    columns = query * facts.key_width + kv * (facts.key_width + facts.value_width)
+    turned = (query + kv) * facts.key_width
+    gathered = seen * kv * (4 * (facts.key_width + facts.value_width) + element * facts.value_width)
+    scores = min(MOST_SCORES, rows * seen * max(1, query // max(1, kv)))
+    masks = KEPT_MASKS * min(rows * seen, MOST_SCORES)
+    results = rows * query * (facts.value_width * element + facts.key_width * 4)
+    return rows * (columns * (element + 4) + 2 * 4 * turned) + gathered + scores * (8 + element) + masks + results
+
+
+def _seen_positions(facts: LayerSpec, rows: int, case: WorkingCase) -> int:
+    """Cached positions that a pass gathers at most, in whole blocks."""
+    seen = case.context_tokens
+    if facts.sliding_window:
+        seen = min(seen, facts.sliding_window + rows + BLOCK_TOKENS)
+    return block_count(seen) * BLOCK_TOKENS
+
+
+def _logit_bytes(spec: ModelSpec, placement: Placement, rank: int) -> int:
+    """One row of logits: this rank's; on the sampler's also everybody's, as they come and joined."""
+    own = len(placement.vocab[rank]) * 4
+    return 2 * own + (3 * spec.vocab * 4 if rank == placement.ranks - 1 else 0)
+
+
+def _shift_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
+    """Bundles of one chunk's blocks, copied to be sent and as they arrive; the dearer direction."""
+    blocks = min(most_moved_blocks(case.chunk_rows), block_count(case.context_tokens))
+    others = [other for other in range(placement.ranks) if other != rank]
+    as_stage = sum(bundle_bytes(spec, placement, rank, part, case.kv_format) for part in others)
+    as_part = sum(bundle_bytes(spec, placement, stage, rank, case.kv_format) for stage in others)
+    return blocks * (as_stage + as_part)
+
+
+def _standing_bytes(
+    spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, reads: set[Layout], writes: set[Layout]
+) -> int:
+    total = 0
+    if Layout.LAYER in reads and placement.ranks > 1:
+        edges = (rank > 0) + (rank < placement.ranks - 1)
+        total += edges * 2 * case.chunk_rows * spec.hidden * 4  # two buffers each
+    if case.on_gpu:
+        total += LIBRARY_BYTES + FRAGMENTS_BYTES
+        if case.chunk_rows > FUSED_ROWS:
+            total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
+            total += _chunk_buffer_bytes(spec, placement, rank, case)
+        if Layout.TENSOR in writes or placement.ranks == 1:
+            total += _step_bytes(spec, placement, rank, case)
+    return total
+
+
+def _expanded_bytes(spec: ModelSpec, placement: Placement, rank: int, layout: Layout) -> int:
+    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked, at most 256 MiB."""
+    largest = 0
+    for layer, _ in _parts_run(placement, rank, layout):
+        numbers = range(placement.ranks) if layout is Layout.LAYER else (rank,)
+        for names in (("attn_q.weight", "attn_k.weight", "attn_v.weight"), ("ffn_gate.weight", "ffn_up.weight")):
+            held = [name for name in names if spec.layer_tensor(layer, name) is not None]
+            cuts = [layer_slice(spec, placement, layer, name, part) for part in numbers for name in held]
+            largest = max(largest, spec.hidden * sum(len(cut.rows) for cut in cuts))
+        for name in ("attn_output.weight", "ffn_down.weight"):
+            if spec.layer_tensor(layer, name) is not None:
+                cuts = [layer_slice(spec, placement, layer, name, part) for part in numbers]
+                largest = max(largest, spec.hidden * sum(len(cut.held) for cut in cuts))
+    return min(EXPANDED_BYTES, 2 * largest)
+
+
+def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
+    """Static buffers and graphs of decode steps, and the inbox that other ranks write their sums into."""
+    parts = [cut.parts[rank] for cut in placement.layers]
+    facts = spec.layers
+    query = max(len(part.query) * layer.key_width for part, layer in zip(parts, facts, strict=True))
+    projected = max(
+        len(part.query) * layer.key_width + len(part.kv) * (layer.key_width + layer.value_width)
+        for part, layer in zip(parts, facts, strict=True)
+    )
+    forward = max(len(part.feed_forward) for part in parts)
+    heads = max(len(part.query) for part in parts)
+    splits = heads * ATTENTION_SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
+    table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
+    quantised = (spec.hidden + query + forward) * 2  # int8 with scales and sums, these twice: 2 bytes a value
+    floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
+    row = 4 * floats + 2 * query + quantised + splits + table + 2 * BUCKET_STEPS * 4
+    sizes = [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < case.batch]
+    words = placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)
+    inbox = 4 * words if placement.ranks > 1 else 0
+    return sum(size * row for size in sizes) + len(sizes) * GRAPH_BYTES + inbox
+
+
+def kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
+    """Keys and values of one token, each head once."""
+    return sum(
+        layer.kv_heads * (row_bytes(kv_format.key, layer.key_width) + row_bytes(kv_format.value, layer.value_width))
+        for layer in spec.layers
+    )

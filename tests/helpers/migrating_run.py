@@ -1,0 +1,115 @@
+"""A scheduler over a fake group whose layers migrate: the group checks that work runs only where its weights lie."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
+from gearshift.coordinator.slots import SlotPool, slots_needed
+from gearshift.coordinator.weight_keeper import WeightKeeper
+from gearshift.proto.commands import AnyCommand, Batch, Chunk, MigrateWeights, PrepareMigration
+from gearshift.proto.ids import Layout, WeightSource
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.memory import Holding
+from gearshift.proto.placement.migration import Migration, migration
+from gearshift.proto.reports import (
+    AnyReport,
+    LogitRows,
+    MigrationPrepared,
+    SampledToken,
+    WeightsMigrated,
+)
+from gearshift.tests.helpers.fake_group import FakeGroup
+from gearshift.tests.helpers.scheduler_run import CONTEXT, LAYER, TENSOR, VOCAB, Run
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+
+MIGRATING = frozenset({1, 2, 4, 5, 6})
+PEER_SECONDS, FILE_SECONDS = 0.5, 2.0  # of one group
+
+
+def ways_of(ranks: int) -> dict[Layout, Migration]:
+    spec = model_spec([layer_spec(12, 12, 192)] * 8)
+    placement = place(spec, ranks, migrating_layers=MIGRATING)
+    return {to: migration(spec, placement, to, Holding.F32) for to in Layout}
+
+
+class MigratingGroup(FakeGroup):
+    """`declined`: layouts that one rank will not migrate to."""
+
+    def __init__(self, ranks: int, slots: tuple[int, ...], random: Random, declined: frozenset[Layout]) -> None:
+        super().__init__(ranks, slots, vocab=VOCAB, random=random)
+        self.at = dict.fromkeys(MIGRATING, LAYER)
+        self.migrations: list[MigrateWeights] = []
+        self._declined = declined
+        self._accepted: set[Layout] = set()
+
+    def broadcast(self, command: AnyCommand) -> None:
+        match command:
+            case PrepareMigration():
+                self.log.append(command)
+                refusing = 0 if command.to in self._declined else None
+                if refusing is None:
+                    self._accepted.add(command.to)
+                for rank in self._all():
+                    reason = "no room" if rank == refusing else ""
+                    self._report(MigrationPrepared(rank, command.to, accepted=rank != refusing, reason=reason))
+            case MigrateWeights():
+                self.log.append(command)
+                self._migrate(command)
+            case _:
+                super().broadcast(command)
+
+    def _migrate(self, command: MigrateWeights) -> None:
+        assert command.to in self._accepted, "nobody was asked, or somebody declined"
+        assert not any(self._stages[:-1]), "a chunk in the pipeline needs its weights where they are"
+        if command.request is not None:
+            assert command.request in self.requests
+        self.migrations.append(command)
+        for layer in command.layers:
+            assert self.at[layer] is not command.to, "a layer that is there already"
+            self.at[layer] = command.to
+        seconds = PEER_SECONDS if command.source is WeightSource.PEER else FILE_SECONDS
+        for rank in self._all():
+            self._report(WeightsMigrated(rank, command.to, command.layers, seconds, 1000))
+
+    def _read_chunk(self, chunk: Chunk, layout: Layout, stages: list[int]) -> None:
+        assert set(self.at.values()) == {layout}, "a chunk where its weights are not"
+        super()._read_chunk(chunk, layout, stages)
+
+    def _decode(self, batch: Batch, tokens: list[SampledToken], logits: list[LogitRows]) -> None:
+        assert set(self.at.values()) == {batch.layout}, "a step where its weights are not"
+        super()._decode(batch, tokens, logits)
+
+
+@dataclass
+class MigratingRun(Run):
+    """A run that also hands on what is told of weights."""
+
+    heard: list[AnyReport] = field(default_factory=list)
+
+    def report(self) -> None:
+        reports = self.group._reports
+        ready = [queue for queue in reports if queue and isinstance(queue[0], MigrationPrepared | WeightsMigrated)]
+        if not ready:
+            super().report()
+            return
+        report = self.group._random.choice(ready).popleft()
+        self.heard.append(report)
+        if isinstance(report, MigrationPrepared):
+            self.scheduler.weights.prepared(report)
+        elif isinstance(report, WeightsMigrated):
+            self.scheduler.weights.migrated(report)
+
+    def settle(self) -> None:
+        """Nothing is asked: until the weights are home, or nothing moves them any more."""
+        while any(self.group._reports):
+            self.report()
+            self.send()
+
+
+def new_migrating_run(ranks: int, *, seed: int = 0, declined: frozenset[Layout] = frozenset()) -> MigratingRun:
+    one = slots_needed(-(-CONTEXT // 64), ranks, frozenset(), [(LAYER, TENSOR), (TENSOR, LAYER)])
+    slots = tuple(4 * count for count in one)
+    pool = SlotPool(slots)
+    scheduler = Scheduler(SchedulerSettings(ranks), pool)
+    scheduler.weights = WeightKeeper(ranks, ways_of(ranks))
+    return MigratingRun(scheduler, MigratingGroup(ranks, slots, Random(seed), declined), pool)

@@ -1,0 +1,93 @@
+"""What the benchmarks conclude from runs that are made up."""
+
+import json
+
+import pytest
+
+from gearshift.benchmarks.chunks import busy, chunk_points, chunk_rules, ratio, rule_facts
+from gearshift.benchmarks.machine import machine_facts
+from gearshift.benchmarks.policy import Cell, Chat, cells_table, chat_facts
+from gearshift.coordinator.chunk_plan import Auto, Fixed, Sqrt
+from gearshift.coordinator.cost_model import ChunkCost
+from gearshift.coordinator.trace import Stretch
+from gearshift.launch.bench_runs import AUTO, Combination, TimedRun
+from gearshift.proto.ids import Layout
+from gearshift.tests.helpers.timed_runs import timed_run
+
+LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
+
+
+def cell(prompt: int, answer: int, layer_seconds: float, chosen: Layout) -> Cell:
+    runs = [timed_run(LAYER, TENSOR, layer_seconds, round_number=number) for number in range(3)]
+    runs += [timed_run(TENSOR, TENSOR, 1.0 + 0.1 * number, round_number=number) for number in range(3)]
+    runs += [timed_run(chosen, TENSOR, 1.1, auto=True, round_number=number, predicted=0.9) for number in range(3)]
+    return Cell(prompt, answer, tuple(runs), blocks=3)
+
+
+def test_regret_is_of_the_pair_that_auto_chose() -> None:
+    facts = cell(128, 1, 1.03, LAYER).facts()
+    assert (facts["chosen"], facts["best"]) == ("layer->tensor", "tensor->tensor")
+    assert facts["regret"] == pytest.approx(0.03)
+    assert facts["within_spread"] is True
+    assert (facts["predicted_s"], facts["plan_ms"]) == (0.9, 1.0)
+    assert facts["seconds"]["tensor->tensor"] == {"median": 1.1, "low": 1.0, "high": 1.2, "runs": 3}
+
+
+def test_the_table_shows_which_pair_wins_where() -> None:
+    cells = [
+        cell(128, 1, 1.5, TENSOR).facts(), cell(128, 64, 1.03, LAYER).facts(), cell(512, 1, 0.5, LAYER).facts(),
+    ]  # fmt: skip
+    lines = cells_table(cells).splitlines()
+    assert lines[1].split() == ["prompt", "answer", "1", "answer", "64"]
+    assert lines[2].split() == ["128", "tt", "0.0%", "tt", "(lt)", "3.0%~"]
+    assert lines[3].split() == ["512", "lt", "0.0%", "-"]
+    json.dumps(cells)
+
+
+def test_a_chat_is_compared_as_a_whole_and_turn_by_turn() -> None:
+    layer, tensor = Combination(LAYER, TENSOR), Combination(TENSOR, TENSOR)
+    chats = [
+        Chat(layer, 1, (4.0, 1.0), ("layer->tensor", "layer->tensor")),
+        Chat(layer, 2, (4.2, 1.0), ("layer->tensor", "layer->tensor")),
+        Chat(tensor, 1, (5.0, 0.5), ("tensor->tensor", "tensor->tensor")),
+        Chat(AUTO, 1, (4.0, 0.5), ("layer->tensor", "tensor->tensor")),
+    ]
+    facts = chat_facts(chats, (1600, 40), 16)
+    assert (facts["best"], facts["auto_took"]) == ("layer->tensor", ("layer->tensor", "tensor->tensor"))
+    assert facts["regret"] == pytest.approx(-0.1)
+    assert facts["by_turn"]["layer->tensor"] == pytest.approx([4.1, 1.0])
+
+
+def a_pipeline_run() -> TimedRun:
+    """Two chunks of 64 and 36 tokens through two stages, 1 s and 0.5 s each."""
+    stretches = tuple(
+        Stretch(2 + stage, 1, "chunk", "chunk", start, start + seconds, {"tokens": tokens})
+        for stage, start in ((0, 0.0), (1, 1.0))
+        for start, seconds, tokens in ((start, 1.0, 64), (start + 1.0, 0.5, 36))
+    )
+    return timed_run(LAYER, LAYER, 2.5, stretches=stretches)
+
+
+def test_devices_busy_and_what_their_chunks_took() -> None:
+    run = a_pipeline_run()
+    assert busy(run, 2) == pytest.approx(3.0 / 2.5)
+    assert chunk_points(run, 1) == [(0, 64, 1.0), (64, 36, 0.5)]
+    facts = rule_facts([run], 100, 2)
+    assert facts["chunks"] == [64, 36]
+    assert facts["tokens_per_second"]["median"] == pytest.approx(100 / 1.25)
+
+
+def test_the_ratio_is_over_all_stages() -> None:
+    assert ratio([ChunkCost(2e-3, 1e-5), ChunkCost(1e-3, 2e-5)]) == pytest.approx(100.0)
+    assert ratio([]) is None
+
+
+def test_four_rules_are_compared() -> None:
+    assert list(chunk_rules(8192, 2048).values()) == [Fixed((8192,)), Fixed((2048,)), Sqrt(), Auto()]
+
+
+def test_a_record_names_the_machine_and_what_its_links_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    facts = machine_facts(["cpu"])
+    assert facts["environment"]["NCCL_SHM_DISABLE"] == "1"  # type: ignore[index]
+    assert {"machine", "torch", "python", "load_average", "cores"} <= facts.keys()

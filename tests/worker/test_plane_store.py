@@ -1,0 +1,203 @@
+"""Migrating parts as a GPU keeps them, on the CPU: one address for life, bit for bit the file's, places shared."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model_spec import build_spec
+from gearshift.proto.ids import Layout
+from gearshift.proto.model import ModelSpec
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.memory import Holding, held_bytes
+from gearshift.proto.placement.migration import migration, transfers
+from gearshift.proto.placement.plan import Placement
+from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.worker.kernels.matrix import AnyMatrix
+from gearshift.worker.kernels.quant_planes import Planes, from_gguf, has_planes, stack
+from gearshift.worker.memory import MemoryLedger
+from gearshift.worker.weights import load
+from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights
+from gearshift.worker.weights.load import Cut, WeightLoader
+from gearshift.worker.weights.mapped_file import MappedModel
+from gearshift.worker.weights.plane_bytes import ALIGNMENT_BYTES, Piece, plan_part, tensors_of
+from gearshift.worker.weights.plane_store import PlaneStore
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class PieceMatrix:
+    """A quantised matrix that is never multiplied by."""
+
+    pieces: list[Piece]
+    lead: int
+    columns: int
+    tail: int
+
+    @property
+    def byte_count(self) -> int:
+        return sum(tensor.nbytes for piece in self.pieces for tensor in tensors_of(piece))
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        raise AssertionError("not here")
+
+
+class PlaneLoader(WeightLoader):
+    """Matrices in planes, made as a GPU's loader makes them."""
+
+    def _matrix(self, cuts: list[Cut]) -> AnyMatrix:
+        first = cuts[0][1]
+        pieces: list[Piece] = []
+        for tensor, cut in cuts:
+            if not len(cut.rows) or not len(cut.held):
+                continue
+            if has_planes(tensor.type_name, len(cut.held)):
+                raw = torch.from_numpy(self._files.raw_rows(tensor, cut.rows, cut.held).copy())
+                piece: Piece = from_gguf(tensor.type_name, raw)
+            else:
+                piece = torch.empty((len(cut.rows), len(cut.held)), dtype=torch.bfloat16)
+                for offset, values in self._files.rows(tensor, cut.rows, cut.held):
+                    piece[offset : offset + len(values)] = torch.from_numpy(values)
+            last = pieces[-1] if pieces else None
+            if isinstance(piece, Planes) and isinstance(last, Planes) and last.format == piece.format:
+                pieces[-1] = stack([last, piece])
+            else:
+                pieces.append(piece)
+        lead, tail = first.owned.first - first.held.first, first.held.end - first.owned.end
+        matrix = PieceMatrix(pieces, lead, len(first.owned), tail)
+        self._ledger.track("weights", matrix.byte_count)
+        return matrix
+
+
+class OneRank:
+    def __init__(self, spec: ModelSpec, placement: Placement, rank: int) -> None:
+        self.ledger = MemoryLedger()
+        loader = PlaneLoader(
+            spec, placement, rank, MappedModel(spec), torch.float32, CPU, self.ledger, lambda read: None
+        )
+        self.weights = loader.load()
+        self.loaded_bytes = self.ledger.held_bytes["weights"]
+        way = migration(spec, placement, Layout.TENSOR, Holding.PLANES)
+        self.store = PlaneStore(spec, placement, rank, loader, self.weights, way, PieceMatrix, self.ledger, CPU)
+
+    def part(self, layer: int, part: int) -> PartWeights:
+        return next(one for one in self.weights.layers[layer].parts if one.part == part)
+
+
+def tensors(part: PartWeights) -> Iterator[Tensor]:
+    if part.qkv_bias is not None:
+        yield part.qkv_bias
+    for field in MATRIX_FIELDS:
+        for piece in getattr(part, field).pieces:
+            yield from tensors_of(piece)
+
+
+def addresses(one: OneRank) -> dict[tuple[int, int], list[int]]:
+    """Of all tensors of each part that this rank ever holds."""
+    return {
+        (number, part.part): [tensor.data_ptr() for tensor in tensors(part)]
+        for number, layer in enumerate(one.weights.layers)
+        for part in layer.parts
+    }
+
+
+def equal(one: PartWeights, other: PartWeights) -> bool:
+    pairs = list(zip(tensors(one), tensors(other), strict=True))
+    shapes = all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+    return shapes and all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def keep_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "return_freed_memory", lambda: None)
+
+
+MODELS = {
+    "mixed": {
+        "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "feed_forward": 512,
+        "types": {
+            "attn_q.weight": "Q4_K", "attn_k.weight": "Q4_K", "attn_v.weight": "Q6_K", "attn_output.weight": "Q8_0",
+            "ffn_gate.weight": "Q5_K", "ffn_up.weight": "Q5_K", "ffn_down.weight": "F16",
+        },
+    },
+    "biases": {"arch": "qwen2", "layers": 4, "hidden": 128, "quant": "Q5_0"},
+    "blocks cut at an edge": {"layers": 4, "hidden": 64, "heads": 6, "kv_heads": 6, "quant": "Q8_0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "shares"),
+    [
+        ("mixed", 2, None), ("biases", 2, None), ("blocks cut at an edge", 2, None), ("mixed", 3, None),
+        ("mixed", 2, (3.0, 1.0)),
+    ],
+)  # fmt: skip
+def test_parts_keep_their_address_and_their_bits_through_round_trips(
+    tmp_path: Path, name: str, ranks: int, shares: tuple[float, ...] | None
+) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS[name]))))  # type: ignore[arg-type]
+    layers = range(len(spec.layers))
+    placement = place(spec, ranks, layer_shares=shares, migrating_layers=frozenset(layers))
+    both = [OneRank(spec, place(spec, ranks, layer_shares=shares), rank) for rank in range(ranks)]
+    group = [OneRank(spec, placement, rank) for rank in range(ranks)]
+    at_first = [addresses(one) for one in group]
+    for to in (Layout.TENSOR, Layout.LAYER, Layout.TENSOR):
+        exchange(spec, placement, group, to)
+        for rank, one in enumerate(group):
+            for layer in layers:
+                for part in placement.parts_held(layer, rank, to):
+                    assert equal(one.part(layer, part), both[rank].part(layer, part)), (rank, layer, part)
+            assert addresses(one) == at_first[rank]
+
+
+def exchange(spec: ModelSpec, placement: Placement, group: list[OneRank], to: Layout) -> None:
+    """As `MovingParts` does it, all ranks in step."""
+    for layers in migration(spec, placement, to, Holding.PLANES).groups:
+        moves = transfers(placement, layers.layers, to)
+        sent = [group[move.source].store.take(move.layer, move.part) for move in moves]
+        for move, data in zip(moves, sent, strict=True):
+            store = group[move.target].store
+            into = store.landing(move.layer, move.part)
+            assert into.numel() == data.numel(), "every rank lays a part out alike"
+            into.copy_(data)
+            store.put(move.layer, move.part, into)
+            group[move.source].store.sent(data.numel())
+
+
+def test_a_part_read_from_the_file_is_the_one_that_a_peer_sends(tmp_path: Path) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS["mixed"]))))  # type: ignore[arg-type]
+    placement = place(spec, 2, migrating_layers=frozenset(range(4)))
+    whole, one = OneRank(spec, place(spec, 2), 1), OneRank(spec, placement, 1)
+    read = one.store.read(0, 1)
+    assert equal(one.part(0, 1), whole.part(0, 1))
+    assert read == plan_part(None, PlaneLoader.cuts(one.store._loader, 0, 1)).byte_count
+
+
+@pytest.mark.parametrize("shares", [None, (2.0, 1.0)])
+def test_places_take_what_one_layout_needs_and_the_staging_is_what_is_sent(
+    tmp_path: Path, shares: tuple[float, ...] | None
+) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS["mixed"]))))  # type: ignore[arg-type]
+    placement = place(spec, 2, layer_shares=shares, migrating_layers=frozenset(range(4)))
+    group = [OneRank(spec, placement, rank) for rank in range(2)]
+    padding = ALIGNMENT_BYTES * 6 * 2 * 24
+    for rank, one in enumerate(group):
+        needed = max(held_bytes(spec, placement, rank, Holding.PLANES, layout) for layout in Layout)
+        assert needed <= one.ledger.held_bytes["weights"] <= needed + padding
+    held = [one.ledger.held_bytes["weights"] for one in group]
+    exchange(spec, placement, group, Layout.TENSOR)
+    assert [one.ledger.held_bytes["weights"] for one in group] == held
+    assert all(one.ledger.held_bytes["migration"] == 0 for one in group)

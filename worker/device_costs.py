@@ -1,0 +1,40 @@
+"""Time a rank's own products of a decode step on a GPU, as a captured step runs them: without the host in between."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .kernels.quant_matrix import QuantMatrix
+from .kernels.quant_ops import QuantizedRows
+from .timing import Stopwatch
+from .weights.layer import LayerWeights
+
+
+def own_product_seconds(
+    layers: Sequence[LayerWeights], batch: int, device: torch.device, watch: Stopwatch
+) -> float:
+    """Seconds of one layer's own part, over some layers: its four products of `batch` rows, captured as one graph."""
+    products = [_product(matrix, batch, device) for layer in layers for matrix in _matrices(layer)]
+
+    def launch() -> None:
+        for product in products:
+            product()
+
+    launch()  # compiles the kernels
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        launch()
+    return watch.alone(graph.replay) / len(layers)
+
+
+def _matrices(layer: LayerWeights) -> list[QuantMatrix]:
+    own = layer.own
+    matrices = (own.qkv, own.attention_output, own.gate_up, own.down)
+    return [matrix for matrix in matrices if isinstance(matrix, QuantMatrix) and matrix.rows and matrix.columns]
+
+
+def _product(matrix: QuantMatrix, batch: int, device: torch.device) -> Callable[[], None]:
+    rows = QuantizedRows.empty(batch, matrix.held_columns, device)
+    out = torch.empty((batch, matrix.rows), dtype=torch.float32, device=device)
+    return lambda: matrix.multiply_quantized(rows, out)

@@ -1,0 +1,28 @@
+"""What a group was started with that concerns its links: from the coordinator, and from this host's environment."""
+
+import os
+
+from ...proto.commands import LinkOptions
+from ...proto.errors import InputError
+from ...proto.switches import parse_switch
+
+NO_PEER_VARIABLE = "GEARSHIFT_NO_PEER"
+NCCL_NO_PEER_VARIABLE = "NCCL_P2P_DISABLE"
+
+
+def no_peer_asked(variable: str = NO_PEER_VARIABLE) -> bool:
+    """Whether this host's environment says that GPUs must not reach into each other's memory.
+
+    0, false, no, off, an empty text and no variable mean that they may. `InputError` for a word that is neither.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        return parse_switch(text)
+    except ValueError:
+        raise InputError(f"{variable} takes true or false, not {text!r}") from None
+
+
+def settle(options: LinkOptions) -> None:
+    """Before any link is opened: where peer access is off, all that looks at the environment later finds it off."""
+    if options.no_peer or no_peer_asked():
+        os.environ[NO_PEER_VARIABLE] = os.environ[NCCL_NO_PEER_VARIABLE] = "1"

@@ -1,0 +1,89 @@
+"""Where this rank's parts of migrating layers lie, and how they come and go.
+
+Parts are immutable: what a rank needs no more is freed, and what it needs comes from the rank that had it, or from the
+mapped file. A group of layers at a time, so that little is held beside the weights (proto/placement/migration.py).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from ...proto.commands import MigrateWeights, PrepareMigration
+from ...proto.errors import ProtocolError
+from ...proto.ids import Layout, Rank, WeightSource
+from ...proto.placement.migration import Migration, PartTransfer, transfers
+from ...proto.placement.plan import Placement
+from ...proto.reports import MigrationPrepared, WeightsMigrated
+from ..links.kv_moves import KvMoves
+from .part_store import PartStore
+
+
+class MovingParts:
+    """This rank's side of migrations. The layers start where the layer layout needs them."""
+
+    def __init__(
+        self, placement: Placement, rank: Rank, store: PartStore, links: KvMoves,
+        ways: dict[Layout, Migration], free_bytes: Callable[[], int],
+    ) -> None:
+        """`free_bytes` is asked what this rank could still allocate."""
+        self._placement, self._rank, self._store, self._links = placement, rank, store, links
+        self._ways, self._free_bytes = ways, free_bytes
+        self._at = dict.fromkeys(placement.migrating, Layout.LAYER)
+        self._away = self._find_away()
+
+    def check(self, layout: Layout) -> None:
+        """Work of a layout is about to run. Raises `ProtocolError` where weights that it needs are away."""
+        if self._away[layout]:
+            raise ProtocolError(f"work in the {layout} layout came while weights lie where the other layout needs them")
+
+    def prepare(self, command: PrepareMigration) -> MigrationPrepared:
+        """Whether there is room for what is held on the way. Nothing moves yet."""
+        needed, free = self._ways[command.to].extra_bytes(self._rank), self._free_bytes()
+        if needed <= free:
+            return MigrationPrepared(self._rank, command.to, accepted=True)
+        mib = 1 << 20
+        reason = f"{needed / mib:.0f} MiB are needed on the way, {free / mib:.0f} MiB are free"
+        return MigrationPrepared(self._rank, command.to, accepted=False, reason=reason)
+
+    def migrate(self, command: MigrateWeights) -> WeightsMigrated:
+        """Bring some layers to where `to` needs them; all ranks together where peers send."""
+        started = time.monotonic()
+        for layer in command.layers:
+            if self._at.get(layer) is command.to or layer not in self._at:
+                raise ProtocolError(f"layer {layer} cannot migrate to where the {command.to} layout needs it")
+        moves = transfers(self._placement, command.layers, command.to)
+        received = self._exchange(moves) if command.source is WeightSource.PEER else self._read(moves)
+        self._store.settle()
+        self._at.update(dict.fromkeys(command.layers, command.to))
+        self._away = self._find_away()
+        return WeightsMigrated(self._rank, command.to, command.layers, time.monotonic() - started, received)
+
+    def _exchange(self, moves: Sequence[PartTransfer]) -> int:
+        """Parts go from rank to rank. Returns the bytes that came."""
+        mine, coming = self._mine(moves), [move for move in moves if move.target == self._rank]
+        sends = [(move.target, self._store.take(move.layer, move.part)) for move in mine]
+        arriving = [(move, self._store.landing(move.layer, move.part)) for move in coming]
+        receives = [(move.source, data) for move, data in arriving]
+        sent = sum(data.numel() for _, data in sends)
+        received = sum(data.numel() for _, data in receives)
+        self._links.start(sends, receives).wait()
+        sends.clear()
+        receives.clear()
+        self._store.sent(sent)
+        while arriving:
+            move, data = arriving.pop(0)
+            self._store.put(move.layer, move.part, data)
+            del data  # each part's bytes are freed before the next part is packed
+        return received
+
+    def _read(self, moves: Sequence[PartTransfer]) -> int:
+        """Every rank frees what it needs no more and reads what it needs from its file."""
+        for move in self._mine(moves):
+            self._store.drop(move.layer, move.part)
+        return sum(self._store.read(move.layer, move.part) for move in moves if move.target == self._rank)
+
+    def _find_away(self) -> dict[Layout, bool]:
+        """Whether some layers lie elsewhere than a layout needs them."""
+        return {layout: any(place is not layout for place in self._at.values()) for layout in Layout}
+
+    def _mine(self, moves: Sequence[PartTransfer]) -> list[PartTransfer]:
+        return [move for move in moves if move.source == self._rank]

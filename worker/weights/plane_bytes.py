@@ -1,0 +1,123 @@
+"""A part as a GPU worker holds it, in one run of bytes: biases, then every matrix's planes, each at an even offset.
+
+Every rank lays a part out alike, from the model's facts alone, so that its bytes can be sent as they lie and views
+into them are the part. Plain torch: runs on any device.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from ..kernels.quant_planes import FORMATS, Planes, from_gguf, has_planes
+from .load import Cut
+
+ALIGNMENT_BYTES = 256  # as the allocator has it: kernels read in long words
+
+Piece = Planes | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's shape and type, and where it lies in the run of bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first_byte: int
+
+    @property
+    def end_byte(self) -> int:
+        return self.first_byte + prod(self.shape) * self.dtype.itemsize
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.first_byte : self.end_byte].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """One piece of a matrix: planes of a type (four tensors, some empty), or dense bf16 where `type_name` is None."""
+
+    type_name: str | None
+    rows: int
+    columns: int  # held
+    places: tuple[Place, ...]
+
+    def view(self, flat: Tensor) -> Piece:
+        """The piece, its bytes in `flat`."""
+        tensors = [place.view(flat) for place in self.places]
+        if self.type_name is None:
+            return tensors[0]
+        return Planes(FORMATS[self.type_name], self.rows, self.columns, *tensors)
+
+    def put(self, piece: Piece, flat: Tensor) -> None:
+        """Copy a piece of this shape into its place."""
+        for place, tensor in zip(self.places, tensors_of(piece), strict=True):
+            place.view(flat).copy_(tensor.view(place.shape))
+
+
+def tensors_of(piece: Piece) -> tuple[Tensor, ...]:
+    return (piece.codes, piece.high, piece.scales, piece.supers) if isinstance(piece, Planes) else (piece,)
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """All pieces of a part by matrix, and its bias's place."""
+
+    bias: Place | None
+    matrices: dict[str, tuple[PiecePlan, ...]]
+    byte_count: int
+
+
+def plan_part(bias_rows: int | None, cuts: dict[str, list[Cut]]) -> PartPlan:
+    """`bias_rows` None: the part has no bias."""
+    end = 0
+    bias = None
+    if bias_rows is not None:
+        bias = Place((bias_rows,), torch.float32, 0)
+        end = _aligned(bias.end_byte)
+    matrices = {}
+    for field, of_field in cuts.items():
+        pieces = []
+        for type_name, rows, columns in stacked_pieces(of_field):
+            places = []
+            for shape, dtype in _tensor_shapes(type_name, rows, columns):
+                places.append(Place(shape, dtype, end))
+                end = _aligned(places[-1].end_byte)
+            pieces.append(PiecePlan(type_name, rows, columns, tuple(places)))
+        matrices[field] = tuple(pieces)
+    return PartPlan(bias, matrices, end)
+
+
+def stacked_pieces(cuts: Sequence[Cut]) -> Iterator[tuple[str | None, int, int]]:
+    """(type, rows, held columns) of a matrix's pieces, as `DeviceLoader.matrix` makes them of cuts."""
+    last: tuple[str | None, int, int] | None = None
+    for tensor, cut in cuts:
+        if not len(cut.rows) or not len(cut.held):
+            continue
+        type_name = tensor.type_name if has_planes(tensor.type_name, len(cut.held)) else None
+        if last is not None and type_name is not None and last[0] == type_name:
+            last = (type_name, last[1] + len(cut.rows), last[2])
+            continue
+        if last is not None:
+            yield last
+        last = (type_name, len(cut.rows), len(cut.held))
+    if last is not None:
+        yield last
+
+
+def _tensor_shapes(type_name: str | None, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    if type_name is None:
+        return [((rows, columns), torch.bfloat16)]
+    block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    one_row = from_gguf(type_name, torch.zeros((1, columns // block_values * block_bytes), dtype=torch.uint8))
+    return [
+        ((rows, *tensor.shape[1:]) if tensor.numel() else tuple(tensor.shape), tensor.dtype)
+        for tensor in tensors_of(one_row)
+    ]
+
+
+def _aligned(byte: int) -> int:
+    return -(-byte // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
