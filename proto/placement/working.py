@@ -124,7 +124,7 @@ def _pass_bytes(
 def _gpu_chunk_bytes(
     spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
 ) -> int:
-    """What passes beside a chunk's static buffers: its rows in and out, keys and values gathered, attention's results."""
+    """What passes beside a chunk's static buffers: rows in and out, keys and values gathered, attention's results."""
     attention = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]

@@ -71,7 +71,7 @@ def multiply(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int
 @cache
 def _batch_kernel(form: PlaneFormat, tile: tuple[int, int], rows_of_eight: int, device: int) -> Callable[..., None]:
     """Compiled for the current device, which `device` is the number of."""
-    kernel: Callable[..., None] = torch.cuda._compile_kernel(  # type: ignore[attr-defined]
+    kernel: Callable[..., None] = torch.cuda._compile_kernel(
         batch_source.source(form, tile[0], rows_of_eight, tile[1]), "multiply_batch"
     )
     return kernel

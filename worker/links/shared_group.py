@@ -75,6 +75,9 @@ class SharedTensorGroup:
         self._rank = rank
         self._size = size
 
+    def sum_in_place(self, partial: Tensor) -> None:
+        partial.copy_(self.all_reduce(partial))
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         flat = partial.contiguous().view(-1)
         if flat.nbytes <= SLOT_BYTES:

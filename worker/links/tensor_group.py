@@ -24,6 +24,9 @@ class TensorGroup(Protocol):
         `partial` is left as it is; the result is new, except for one rank, where it is `partial`.
         """
 
+    def sum_in_place(self, partial: Tensor) -> None:
+        """As `all_reduce`, into `partial` itself."""
+
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
         """On `root` every rank's part, in rank order; None elsewhere.
 

@@ -70,6 +70,10 @@ class ThrottledTensorGroup:
         self._throttle.hold(2 * (self._size - 1) / self._size * partial.nbytes)
         return total
 
+    def sum_in_place(self, partial: Tensor) -> None:
+        self._group.sum_in_place(partial)
+        self._throttle.hold(2 * (self._size - 1) / self._size * partial.nbytes)
+
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
         parts = self._group.gather(part, root, widths)
         mine = part.nbytes

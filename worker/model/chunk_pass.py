@@ -8,6 +8,7 @@ time, and nothing else. All buffers are static, one set for all buckets.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from ...proto.placement.working import chunk_bucket
 from ..kernels import quant_matrix, step_ops
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.step_ops import Angles
-from ..weights.layer import LayerWeights, PartWeights
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table
 
@@ -76,7 +76,7 @@ class ChunkPass:
         self._buffers: Buffers | None = None
         self._graphs: dict[Piece, torch.cuda.CUDAGraph] = {}
         self._seen: set[Piece] = set()
-        self._pool: tuple[int, int] | None = None  # of all graphs: they run one after another
+        self._pool: Any = None  # of all graphs: they run one after another
         self._stream: torch.cuda.Stream | None = None  # captures only
 
     def serves(self, rows: int) -> bool:
@@ -89,29 +89,26 @@ class ChunkPass:
         """The chunk through the layers; a new tensor f32 [T, D]. `sum_in_place`: over the ranks, between the graphs."""
         buffers, rows = self._fill(hidden_TD, segment, layout), segment.rows
         bucket = chunk_bucket(rows)
-        split = layout is Layout.TENSOR
         for index, layer in enumerate(layers):
-            weights = self._decoder.weights.layers[layer]
-            parts = (weights.own,) if split else weights.parts
-            heads = [part for part in parts if part.query_heads]
             following = layers[index + 1] if index + 1 < len(layers) else None
+            work = _LayerOfChunk(self._decoder, buffers, bucket, layer, following, layout is Layout.TENSOR)
 
-            def piece(name: str, work: Callable[[], None], key: Piece = (layout, bucket, layer, following, "")) -> None:
-                self._play((*key[:4], name), work)
+            def play(name: str, piece: Callable[[], None], key: Piece = (layout, bucket, layer, following, "")) -> None:
+                self._play((*key[:4], name), piece)
 
             if index == 0:
-                piece("norm", lambda w=weights: self._norm(buffers, bucket, None, w.attention_norm, None))
-            if heads:
-                piece("project", lambda w=weights, n=layer, h=heads: self._project(buffers, bucket, n, w, h))
-                self._attend(buffers, bucket, layer, heads, segment)
-            if not split:
-                piece("rest", lambda w=weights, h=heads, f=following: self._rest(buffers, bucket, w, h, w.parts, f))
+                play("norm", work.norm)
+            if work.heads:
+                play("project", work.project)
+                work.attend(segment)
+            if layout is Layout.LAYER:
+                play("rest", work.rest)
                 continue
-            piece("output", lambda w=weights, h=heads: self._output(buffers, bucket, h))
+            play("output", work.output)
             sum_in_place(buffers.partial[:bucket])
-            piece("forward", lambda w=weights, p=parts: self._forward(buffers, bucket, w, p))
+            play("forward", work.forward)
             sum_in_place(buffers.partial[:bucket])
-            piece("end", lambda w=weights, f=following: self._end(buffers, bucket, w, f))
+            play("end", work.end)
         return buffers.hidden[:rows].clone()
 
     def _fill(self, hidden_TD: Tensor, segment: Segment, layout: Layout) -> Buffers:
@@ -153,85 +150,98 @@ class ChunkPass:
         self._graphs[piece] = graph
         graph.replay()
 
-    # Pieces: each depends on nothing but the bucket and the layer, so that it can be captured
 
-    def _norm(
-        self, buffers: Buffers, bucket: int, partial: Tensor | None, weight: Tensor, post_weight: Tensor | None
+class _LayerOfChunk:
+    """One layer over a bucket's rows, in pieces. But for `attend` each depends on nothing else, and can be captured."""
+
+    def __init__(
+        self, decoder: DeviceDecoder, buffers: Buffers, bucket: int, layer: int, following: int | None, split: bool
     ) -> None:
-        step_ops.finish_half(
-            partial, buffers.hidden[:bucket], weight, post_weight, self._decoder.spec.norm_epsilon,
-            buffers.normed[:bucket],
+        """`split`: the own part alone, whose results are to be summed over the ranks."""
+        self._decoder, self._buffers, self._bucket, self._layer = decoder, buffers, bucket, layer
+        self._following = following
+        self._weights = decoder.weights.layers[layer]
+        parts = (self._weights.own,) if split else self._weights.parts
+        self.heads = [part for part in parts if part.query_heads]
+        self._columns = [part for part in parts if part.feed_forward]
+        self._width = decoder.spec.layers[layer].key_width
+        self._partial = buffers.partial[:bucket]
+
+    def norm(self) -> None:
+        """Before the first layer."""
+        self._finish(None, self._weights.attention_norm, None)
+
+    def project(self) -> None:
+        """Queries, keys and values, rotated; the latter two into the cache."""
+        buffers, bucket = self._buffers, self._bucket
+        matrices = _matrices(part.qkv for part in self.heads)
+        columns = sum(matrix.rows for matrix in matrices)
+        projected = buffers.scratch[: bucket * columns].view(bucket, columns)
+        quant_matrix.multiply_stacked(buffers.normed[:bucket], matrices, projected)
+        stage = self._decoder.stage_of(self._layer)
+        tables: list[Table] = [(buffers.tables[stage, part.part], 0) for part in self.heads]
+        self._decoder.rotate_parts(
+            projected, self._weights, self.heads, self._layer, buffers.positions[:bucket], buffers.angles[bucket],
+            tables, self._by_head(buffers.query),
         )  # fmt: skip
 
-    def _project(
-        self, buffers: Buffers, bucket: int, layer: int, weights: LayerWeights, parts: Sequence[PartWeights]
-    ) -> None:
-        width = self._decoder.spec.layers[layer].key_width
-        heads = sum(part.query_heads for part in parts)
-        columns = sum(matrix.rows for matrix in _matrices(part.qkv for part in parts))
-        projected = buffers.scratch[: bucket * columns].view(bucket, columns)
-        query = buffers.query[: bucket * heads * width].view(bucket, heads, width)
-        quant_matrix.multiply_stacked(buffers.normed[:bucket], _matrices(part.qkv for part in parts), projected)
-        stage = self._decoder.stage_of(layer)
-        tables: list[Table] = [(buffers.tables[stage, part.part], 0) for part in parts]
-        self._decoder.rotate_parts(
-            projected, weights, parts, layer, buffers.positions[:bucket], buffers.angles[bucket], tables, query
-        )
+    def attend(self, segment: Segment) -> None:
+        """The chunk's rows over all that is cached; how many that is changes from chunk to chunk."""
+        rows, buffers = segment.rows, self._buffers
+        query, attended = self._by_head(buffers.query), self._by_head(buffers.attended)
+        self._decoder.attend_all(query[:rows], self.heads, self._layer, [segment], attended[:rows])
 
-    def _attend(
-        self, buffers: Buffers, bucket: int, layer: int, parts: Sequence[PartWeights], segment: Segment
-    ) -> None:
-        width = self._decoder.spec.layers[layer].key_width
-        heads = sum(part.query_heads for part in parts)
-        rows = segment.rows
-        query = buffers.query[: bucket * heads * width].view(bucket, heads, width)
-        attended = buffers.attended[: bucket * heads * width].view(bucket, heads, width)
-        self._decoder.attend_all(query[:rows], parts, layer, [segment], attended[:rows])
-
-    def _output(self, buffers: Buffers, bucket: int, parts: Sequence[PartWeights]) -> None:
+    def output(self) -> None:
         """Attention's share of the sum, to `partial`."""
-        matrices = _matrices(part.attention_output for part in parts)
-        if not matrices:
-            buffers.partial[:bucket].zero_()
+        if not self.heads:
+            self._partial.zero_()
             return
-        columns = sum(matrix.columns for matrix in matrices)
-        attended = buffers.attended[: bucket * columns].view(bucket, columns)
-        quant_matrix.multiply_side_by_side(
-            quant_matrix.padded_together(attended, matrices), matrices, buffers.partial[:bucket]
-        )
+        self._side_by_side(self._by_head(self._buffers.attended).flatten(1), [p.attention_output for p in self.heads])
 
-    def _forward(self, buffers: Buffers, bucket: int, weights: LayerWeights, parts: Sequence[PartWeights]) -> None:
+    def forward(self) -> None:
         """Attention's half ended; the feed-forward block's share of the sum, to `partial`."""
-        partial = buffers.partial[:bucket]
+        buffers, bucket, weights = self._buffers, self._bucket, self._weights
         if weights.attention_output_bias is not None:
-            partial += weights.attention_output_bias
-        self._norm(buffers, bucket, partial, weights.feed_forward_norm, weights.post_attention_norm)
-        parts = [part for part in parts if part.feed_forward]
-        if not parts:
-            partial.zero_()
+            self._partial += weights.attention_output_bias
+        self._finish(self._partial, weights.feed_forward_norm, weights.post_attention_norm)
+        if not self._columns:
+            self._partial.zero_()
             return
-        width = sum(part.feed_forward for part in parts)
+        width = sum(part.feed_forward for part in self._columns)
         both = buffers.scratch[: bucket * 2 * width].view(bucket, 2 * width)
         inner = buffers.scratch[bucket * 2 * width : bucket * 3 * width].view(bucket, width)
-        quant_matrix.multiply_stacked(buffers.normed[:bucket], _matrices(part.gate_up for part in parts), both)
-        self._decoder.gate_parts(both, parts, inner)
-        down = _matrices(part.down for part in parts)
-        quant_matrix.multiply_side_by_side(quant_matrix.padded_together(inner, down), down, partial)
+        quant_matrix.multiply_stacked(
+            buffers.normed[:bucket], _matrices(part.gate_up for part in self._columns), both
+        )
+        self._decoder.gate_parts(both, self._columns, inner)
+        self._side_by_side(inner, [part.down for part in self._columns])
 
-    def _end(self, buffers: Buffers, bucket: int, weights: LayerWeights, following: int | None) -> None:
+    def end(self) -> None:
         """The feed-forward half ended, and the next layer's norm."""
-        layers = self._decoder.weights.layers
-        norm = weights.attention_norm if following is None else layers[following].attention_norm
-        self._norm(buffers, bucket, buffers.partial[:bucket], norm, weights.post_feed_forward_norm)
+        layers, weights = self._decoder.weights.layers, self._weights
+        norm = weights.attention_norm if self._following is None else layers[self._following].attention_norm
+        self._finish(self._partial, norm, weights.post_feed_forward_norm)
 
-    def _rest(
-        self, buffers: Buffers, bucket: int, weights: LayerWeights, heads: Sequence[PartWeights],
-        parts: Sequence[PartWeights], following: int | None,
-    ) -> None:
+    def rest(self) -> None:
         """All behind attention where no sum over ranks comes between."""
-        self._output(buffers, bucket, heads)
-        self._forward(buffers, bucket, weights, parts)
-        self._end(buffers, bucket, weights, following)
+        self.output()
+        self.forward()
+        self.end()
+
+    def _by_head(self, flat: Tensor) -> Tensor:
+        """[bucket, heads, width]."""
+        heads = sum(part.query_heads for part in self.heads)
+        return flat[: self._bucket * heads * self._width].view(self._bucket, heads, self._width)
+
+    def _side_by_side(self, x_TC: Tensor, parts: Sequence[object]) -> None:
+        matrices = _matrices(parts)
+        quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, matrices), matrices, self._partial)
+
+    def _finish(self, partial: Tensor | None, weight: Tensor, post_weight: Tensor | None) -> None:
+        buffers, epsilon = self._buffers, self._decoder.spec.norm_epsilon
+        step_ops.finish_half(
+            partial, buffers.hidden[: self._bucket], weight, post_weight, epsilon, buffers.normed[: self._bucket]
+        )
 
 
 def _matrices(matrices: Iterable[object]) -> list[QuantMatrix]:
