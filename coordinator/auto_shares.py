@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import floor, inf
 
+from .cost_model import LayerSeconds
+
 WORTH_IT = 0.02  # a gain below this may be noise, and equal shares read and write alike everywhere
+TELLING = 0.1  # ranks of one kind that differ by more do not so by noise
+SUGGESTING_TOKENS = 1024  # of the chunk they are compared by
 SHARE_STEPS = 100  # parts are shared out in hundredths
 BISECTIONS = 60
 
@@ -124,6 +128,20 @@ def choose_shares(layer_seconds: Sequence[Seconds], paces: Sequence[PartPace]) -
         layers=lengths if gains["layers"] > 1 + WORTH_IT else None,
         parts=parts if gains["parts"] > 1 + WORTH_IT else None,
     )
+
+
+def suggested_lengths(costs: LayerSeconds, layers: int) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    """Each rank's speed and the stages that suit it, where ranks that share equally turn out to differ; else None."""
+    by_layer = {layer: kind for kind in costs.kinds for layer in kind.layers}
+    ranks = range(len(costs.tensor_shares))
+    seconds = [
+        [by_layer[layer].whole[rank].seconds(0, SUGGESTING_TOKENS) for layer in range(layers)]
+        for rank in ranks
+    ]
+    totals = [sum(one) for one in seconds]
+    if not min(totals) > 0 or max(totals) <= (1 + TELLING) * min(totals):
+        return None
+    return tuple(min(totals) / total for total in totals), stage_lengths(seconds)
 
 
 def equal_stages(layers: int, ranks: int) -> tuple[int, ...]:

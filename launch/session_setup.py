@@ -21,7 +21,7 @@ from ..proto.ids import Layout
 from ..proto.kv import KvFormat, row_bytes
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
-from ..proto.reports import MemoryReported
+from ..proto.reports import Hello, MemoryReported
 from .console import load_progress, note, warn
 from .cost_cache import settle_costs
 from .fitting import GroupPlan, fit_group, names_no_shares
@@ -29,7 +29,7 @@ from .local import local_cluster
 from .models import open_files
 from .options import GroupSettings, LayoutSettings
 from .restarts import RestartingGroup, StartGroup
-from .sharing import settle_shares
+from .sharing import settle_shares, told_differences
 from .trace_file import trace_file
 
 USUAL_CONTEXT_TOKENS = (
@@ -159,6 +159,7 @@ def open_session(
         costs = None
         if measure and costs_are_needed(settings.workers, layouts):
             costs = settle_costs(driver, cluster.now, placement, loaded, settings)
+            _tell_differences(driver, cluster.hellos, settings, device_kind)
         driver.restart_by(cluster.regroup)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
@@ -177,6 +178,16 @@ def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) ->
         compute_type=settings.compute_type,
         kv_format=settings.kv_format,
     )
+
+
+def _tell_differences(
+    driver: Driver, hellos: Sequence[Hello], settings: GroupSettings, device_kind: str
+) -> None:
+    """On cards alone: on a CPU what else runs there tells more than the cores."""
+    if device_kind == "cpu" or not names_no_shares(settings) or driver.costs is None:
+        return
+    if (told := told_differences(driver.costs, hellos, len(driver.spec.layers))) is not None:
+        note(told)
 
 
 def _tell_fit(fit: Fit) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from .. import __version__
-from ..coordinator.auto_shares import equal_stages
+from ..coordinator.auto_shares import equal_stages, suggested_lengths
 from ..coordinator.cluster import Group
+from ..coordinator.cost_model import Costs
 from ..coordinator.driver import DriverSettings
 from ..coordinator.speed_probe import ProbedShares, alike, probe_shares
 from ..proto.model import ModelSpec
@@ -40,7 +41,9 @@ def settle_shares(
     layers, parts = found.shares.layers, found.shares.parts
     return replace(
         settings,
-        layer_shares=tuple(map(float, layers)) if layers_open and layers is not None else settings.layer_shares,
+        layer_shares=tuple(map(float, layers))
+        if layers_open and layers is not None
+        else settings.layer_shares,
         tensor_shares=parts if parts_open and parts is not None else settings.tensor_shares,
     )
 
@@ -61,6 +64,21 @@ def told_shares(found: ProbedShares, layers: int, layers_open: bool, parts_open:
         if min(reading, writing) < 1
     )
     return f"{', '.join(chosen)}: measured, {speeds or 'all alike'} the speed of the fastest"
+
+
+def told_differences(costs: Costs, hellos: Sequence[Hello], layers: int) -> str | None:
+    """A word where ranks of one kind, which share equally, were measured to differ by more than noise."""
+    if costs.layer_seconds is None or not alike(hellos):
+        return None
+    found = suggested_lengths(costs.layer_seconds, layers)
+    if found is None:
+        return None
+    speeds, lengths = found
+    slowest = speeds.index(min(speeds))
+    return (
+        f"rank {slowest} was measured at {speeds[slowest]:.2f}x the speed of rank {speeds.index(max(speeds))}, though "
+        f"their devices are alike: --layer-share {','.join(map(str, lengths))} would even prompts out"
+    )
 
 
 def _kept_at(hellos: Sequence[Hello], spec: ModelSpec, loading: DriverSettings) -> Path:
@@ -84,7 +102,9 @@ def _read(path: Path, ranks: int, layers: int) -> ProbedShares | None:
     counts, parts = found.shares.layers, found.shares.parts
     fits = len(found.reading) == len(found.writing) == ranks
     fits = fits and (counts is None or (len(counts) == ranks and sum(counts) == layers and min(counts) >= 0))
-    return found if fits and (parts is None or (len(parts) == ranks and min(parts) >= 0 < sum(parts))) else None
+    return (
+        found if fits and (parts is None or (len(parts) == ranks and min(parts) >= 0 < sum(parts))) else None
+    )
 
 
 def _keep(path: Path, found: ProbedShares) -> None:

@@ -335,7 +335,7 @@ def replaced(hello_of_rank: Hello, **fields: object) -> Hello:
 def test_a_rank_that_differs_is_refused_and_named_when_the_join_fails(
     bench: Bench, fields: dict[str, object], reason: str
 ) -> None:
-    cluster = bench.cluster(join_timeout_seconds=1.0)
+    cluster = bench.cluster(join_timeout_seconds=0.4)
     first, second = bench.worker(), bench.worker()
     first.send(hello(0))
     while not cluster._hellos:

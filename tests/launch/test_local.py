@@ -244,7 +244,7 @@ def test_the_coordinators_end_by_signal_leaves_nothing(
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
 
 
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.02, 0.15, 0.6, 1.0])
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.15, 0.6])
 def test_ctrl_c_while_starting_leaves_nothing(delay_seconds: float, run_folders: Path) -> None:
     with coordinator_process() as process:
         with pytest.raises(subprocess.TimeoutExpired):

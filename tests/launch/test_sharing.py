@@ -9,9 +9,10 @@ import pytest
 from gearshift.coordinator.auto_shares import AutoShares
 from gearshift.coordinator.speed_probe import ProbedShares
 from gearshift.launch.options import group_settings
-from gearshift.launch.sharing import settle_shares, told_shares
+from gearshift.launch.sharing import settle_shares, told_differences, told_shares
 from gearshift.proto.reports import Hello
 from gearshift.tests.coordinator.test_speed_probe import SETTINGS, TimedGroup, hello
+from gearshift.tests.helpers.measured import measured
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 SPEC = model_spec([layer_spec()] * 30)
@@ -96,3 +97,12 @@ def test_the_choice_is_told_with_what_was_measured() -> None:
     assert told_shares(equal, 31, True, True).startswith(
         "layers 16 + 15, parts 0.50 + 0.50: measured, rank 1"
     )
+
+
+def test_alike_ranks_that_differ_by_more_than_noise_are_told_of_with_what_would_help() -> None:
+    told = told_differences(measured((1.0, 0.5)).costs, ALIKE, 4)
+    assert told is not None
+    assert "rank 1 was measured at 0.50x the speed of rank 0" in told
+    assert "--layer-share 3,1" in told
+    assert told_differences(measured((1.0, 0.95)).costs, ALIKE, 4) is None
+    assert told_differences(measured((1.0, 0.5)).costs, UNLIKE, 4) is None, "their shares were measured"

@@ -6,7 +6,14 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
-from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf, has_planes, stack
+from gearshift.worker.kernels.quant_planes import (
+    FORMATS,
+    dequantize,
+    from_gguf,
+    has_planes,
+    sort_by_rows,
+    stack,
+)
 
 ROWS, COLUMNS = 5, 512
 
@@ -37,6 +44,25 @@ def test_planes_take_no_more_than_three_percent_over_the_file(type_name: str) ->
     planes = from_gguf(type_name, torch.from_numpy(raw))
     assert raw.nbytes <= planes.byte_count <= raw.nbytes * 1.03
     assert planes.byte_count == round(ROWS * COLUMNS * planes.format.bits_a_column / 8)
+
+
+@pytest.mark.parametrize("type_name", sorted(FORMATS))
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4, ROWS, 100])
+def test_rows_sorted_a_few_at_a_time_are_the_same_planes(type_name: str, rows_at_once: int) -> None:
+    raw = torch.from_numpy(random_rows(type_name, ROWS, COLUMNS))
+    whole = from_gguf(type_name, raw)
+    reads: list[int] = []
+
+    def read(first: int, end: int) -> torch.Tensor:
+        reads.append(end - first)
+        return raw[first:end]
+
+    found = sort_by_rows(type_name, ROWS, rows_at_once, read)
+    assert sum(reads) == ROWS
+    assert max(reads) <= rows_at_once
+    assert (found.rows, found.columns, found.byte_count) == (whole.rows, whole.columns, whole.byte_count)
+    for name in ("codes", "high", "scales", "supers"):
+        assert torch.equal(getattr(found, name), getattr(whole, name))
 
 
 def test_rows_can_be_cut_and_stacked() -> None:

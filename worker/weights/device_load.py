@@ -1,6 +1,7 @@
 """Matrices of a GPU worker: the file's bytes through a pinned buffer, sorted into planes on the device."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,11 @@ from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
 from ..kernels.quant_matrix import EmbeddingTable, Piece, QuantMatrix, Workspace
-from ..kernels.quant_planes import Planes, from_gguf, has_planes, stack
+from ..kernels.quant_planes import Planes, from_gguf, has_planes, sort_by_rows, stack
 from .mapped_file import MappedModel
 
 STAGING_BYTES = 32 << 20
+SORTED_BYTES = 32 << 20  # of the file at once: on a card that the model fills there is little room for more
 EMBEDDING_ROWS = 8192  # repacked at once
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -99,11 +101,17 @@ class DeviceLoader:
 
     def _piece(self, tensor: TensorInfo, cut: TensorSlice) -> Piece:
         if has_planes(tensor.type_name, len(cut.held)):
-            return from_gguf(tensor.type_name, self._uploader.upload(self._files.raw_rows(tensor, cut.rows, cut.held)))
+            at_once = max(1, SORTED_BYTES * len(cut.rows) // max(1, cut_bytes(tensor, cut)))
+            return sort_by_rows(tensor.type_name, len(cut.rows), at_once, partial(self._upload_rows, tensor, cut))
         dense = torch.empty((len(cut.rows), len(cut.held)), dtype=torch.bfloat16, device=self._device)
         for offset, values in self._files.rows(tensor, cut.rows, cut.held):
             dense[offset : offset + len(values)] = torch.from_numpy(values)
         return dense
+
+    def _upload_rows(self, tensor: TensorInfo, cut: TensorSlice, first: int, end: int) -> Tensor:
+        """The file's bytes of some of a cut's rows, on the device."""
+        rows = ColumnRange(cut.rows.first + first, cut.rows.first + end)
+        return self._uploader.upload(self._files.raw_rows(tensor, rows, cut.held))
 
 
 def cut_bytes(tensor: TensorInfo, cut: TensorSlice) -> int:
