@@ -134,7 +134,8 @@ def test_workers_started_by_hand_serve_and_end_well(tiny: Path) -> None:
             result = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
             assert len(result.tokens) == 5
             # One more under a rank that is taken is sent away, and harms nobody.
-            with process(worker_words(address), place_of(1, 2, port)) as (extra, extra_told):
+            twin = worker_words(address, module=FAKE_WORKER)
+            with process(twin, place_of(1, 2, port)) as (extra, extra_told):
                 assert extra.wait(60) == 2
                 assert "rank 1 has already joined" in extra_told.rest()
             again = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
