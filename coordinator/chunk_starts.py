@@ -99,7 +99,7 @@ def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
     if ideal > MANY_CHUNKS:
         return sorted({min(max(round(ideal * factor), least, 1), most) for factor in factors[:2]})
-    offsets = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
+    offsets: tuple[int, ...] = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
     if ideal > SOME_CHUNKS and len(factors) > 1:
         offsets, factors = (1,), factors[:3]
     near = {floor(min(ideal, most) * factor) + offset for factor in factors for offset in offsets}
