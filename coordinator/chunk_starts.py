@@ -13,7 +13,11 @@ from .chunk_task import MAX_CHUNKS, Chunks, Task, evened, filled
 from .cost_model import ChunkCost
 from .flow_shop import Lists, Seconds
 
-FEW_CHUNKS, MANY_CHUNKS = 6, 24  # m* up to which more counts around it are tried, and from which fewer
+FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = (
+    6,
+    12,
+    24,
+)  # m* up to which more counts about it are tried, and from which fewer
 LONGEST_RAMP = 16  # chunks
 HUGE = 1e9  # a ratio that is no ramp at all
 NO_CUT = 1 << 20
@@ -95,7 +99,9 @@ def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
     if ideal > MANY_CHUNKS:
         return sorted({min(max(round(ideal * factor), least, 1), most) for factor in factors[:2]})
-    offsets = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
+    offsets: tuple[int, ...] = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
+    if ideal > SOME_CHUNKS and len(factors) > 1:
+        offsets, factors = (1,), factors[:3]
     near = {floor(min(ideal, most) * factor) + offset for factor in factors for offset in offsets}
     # Lengths on either side of the best one, as the grid has them: the counts between them bring nothing.
     steps = int(task.tokens / max(1.0, min(ideal, most)) / task.grid)

@@ -83,6 +83,8 @@ from .weight_keeper import WeightKeeper
 from .weight_prices import regret_now
 
 POLL_SECONDS = 0.25
+# Decode steps in a tick without chunks. A GPU's take some 2 ms, and what a tick costs its host is near 1 ms.
+LOOKAHEAD_STEPS = {"cpu": 4, "cuda": 8}
 LOST = (WorkerLostError, WorkerFailedError)  # what ends a group, and not the command where there is another group
 
 R = TypeVar("R", bound=Report)
@@ -103,7 +105,7 @@ class DriverSettings:
     parallel_requests: int = 1  # requests of full context whose KV fits at once
     token_gap_seconds: float = inf  # bound of a tick in which a prompt is read beside answers
     max_open: int = 8
-    lookahead_steps: int = 4
+    lookahead_steps: int | None = None  # None: LOOKAHEAD_STEPS of the device
     kept_sequences: int = 8  # of ended turns, at most; one a conversation, and only while nobody needs their slots
     tick_timeout_seconds: float = 300.0
     answer_timeout_seconds: float = 60.0  # without any progress of a load, or without an answer
@@ -153,8 +155,9 @@ class Driver:
     def _new_scheduler(self) -> Scheduler:
         chosen = self._settings
         pool = SlotPool(self._slots_of_rank, zero_bundles(self._placement))
+        lookahead = chosen.lookahead_steps or LOOKAHEAD_STEPS["cpu" if chosen.device == "cpu" else "cuda"]
         settings = SchedulerSettings(
-            self._group.ranks, chosen.max_open, chosen.lookahead_steps, kept_sequences=chosen.kept_sequences
+            self._group.ranks, chosen.max_open, lookahead, kept_sequences=chosen.kept_sequences
         )
         return Scheduler(settings, pool)
 

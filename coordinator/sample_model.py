@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from ..proto.model import ModelSpec, TensorInfo
 
-SAMPLED_BYTES = 64 << 20  # of one rank's part: more than a device's caches keep from layer to layer
+SAMPLED_BYTES = 128 << 20  # of one rank's part: more than a device's caches keep from layer to layer
 MOST_LAYERS = 4  # of a kind in a stage
 
 

@@ -1,7 +1,8 @@
 """One request as a state machine: queued, (return,) prefill, shift, decode, ended. Events in, instructions out; no I/O.
 
 A session knows what it has put into the log, not when workers run it: the log is run in order, so what earlier ticks
-hold may be relied on. What workers answer decides only when the request ends, and whether its shift may begin and was made.
+hold may be relied on. What workers answer decides only when the request ends, whether its shift may begin and whether
+it was made.
 """
 
 from dataclasses import replace

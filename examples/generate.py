@@ -30,7 +30,7 @@ def main() -> None:
         stop_tokens=model.tokenizer.end_of_generation,
     )
     settings = group_settings(workers=options.workers, device=Device.CPU)
-    with open_session(model, settings, layout_settings(), context_tokens=512) as session:
+    with open_session(model, settings, layout_settings(), context=512) as session:
         stream = TextStream(model.tokenizer.token_bytes)
         _, result = follow(session.driver, request, stream, lambda piece: print(piece, end="", flush=True))
     print()

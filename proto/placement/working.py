@@ -21,6 +21,7 @@ Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
 
 MEBIBYTE = 1 << 20
 EXPANDED_BYTES = 256 * MEBIBYTE  # most of the workspace that matrices are expanded into (kernels/quant_matrix.py)
+FUSED_WIDTHS = (32, 64, 128, 256)  # of heads, for the kernels between the products
 FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: nothing is expanded
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)
 KEPT_MASKS = 4
@@ -105,14 +106,17 @@ def _pass_bytes(
     spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
 ) -> int:
     """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
-    if case.on_gpu and rows > FUSED_ROWS:
+    if case.on_gpu and rows > FUSED_ROWS and _fused(spec, case.kv_format):
         return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
     widest = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]
-        if case.on_gpu:
-            attention = _gpu_attention_bytes(facts, parts, rows, case, spec.hidden)
+        if case.on_gpu and _fused(spec, case.kv_format):
+            attention = _fused_attention_bytes(facts, parts, rows, case, spec.hidden)
             forward = _gpu_forward_bytes(parts, rows, spec.hidden)
+        elif case.on_gpu:
+            attention = max(_plain_gpu_attention_bytes(facts, part, rows, case) for part in parts)
+            forward = max(_gpu_forward_bytes((part,), rows, spec.hidden) for part in parts)
         else:
             attention = max(_cpu_attention_bytes(facts, part, rows, case) for part in parts)
             forward = max(3 * case.element_bytes * rows * len(part.feed_forward) for part in parts)
@@ -161,7 +165,14 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     return rows * (spec.hidden * 8 + 2 * (2 * queries + inner) + buckets * angles + 4) + tables + graphs
 
 
-def _gpu_attention_bytes(
+def _fused(spec: ModelSpec, kv_format: KvFormat) -> bool:
+    """Whether the kernels of a GPU cover this model and cache (worker/model/device_decoder.py `fits_kernels`)."""
+    widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
+    even = all(key == value and key in FUSED_WIDTHS for key, value in widths)
+    return even and kv_format.key == kv_format.value and kv_format.key is not KvType.Q8_0
+
+
+def _fused_attention_bytes(
     facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase, hidden: int
 ) -> int:
     """Projections, queries and results in bf16 of all parts; keys and values gathered, those of more parts joined."""
@@ -172,10 +183,26 @@ def _gpu_attention_bytes(
     seen = _seen_positions(facts, rows, case)
     copies = 1 + (sum(1 for part in parts if len(part.kv)) > 1)
     gathered = copies * seen * kv * (facts.key_width + facts.value_width) * 2
-    # One part's keys on their way: in the cache's own type where slots are scattered, in f32 where it is quantised.
+    # One part's keys on their way, where slots are scattered.
     widest = max(len(part.kv) for part in parts) * max(facts.key_width, facts.value_width)
-    element = 4 + 2 if KvType.Q8_0 in (case.kv_format.key, case.kv_format.value) else 2
-    return projected + queries_and_results + gathered + seen * widest * element + rows * hidden * 2
+    return projected + queries_and_results + gathered + seen * widest * 2 + rows * hidden * 2
+
+
+def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
+    """One part at a time by the library's own attention, which may lay scores of all its heads out."""
+    query, kv = len(part.query), len(part.kv)
+    if not query:
+        return 0
+    seen = _seen_positions(facts, rows, case)
+    columns = query * facts.key_width + kv * (facts.key_width + facts.value_width)
+    turned = (query + kv) * facts.key_width
+    gathered = seen * kv * (facts.key_width + facts.value_width) * 2
+    quantised = KvType.Q8_0 in (case.kv_format.key, case.kv_format.value)
+    on_their_way = seen * kv * max(facts.key_width, facts.value_width) * (4 + 2 if quantised else 2)
+    masks = KEPT_MASKS * min(rows * seen, MOST_SCORES)
+    scores = 2 * kv * min(MOST_SCORES, rows * seen * max(1, query // max(1, kv)))
+    results = rows * query * facts.value_width * 2
+    return rows * (columns * (2 + 4) + 2 * 4 * turned) + gathered + on_their_way + masks + scores + results
 
 
 def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int) -> int:
@@ -232,7 +259,8 @@ def _standing_bytes(
         total += LIBRARY_BYTES + FRAGMENTS_BYTES
         if case.chunk_rows > FUSED_ROWS:
             total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
-            total += _chunk_buffer_bytes(spec, placement, rank, case)
+            if _fused(spec, case.kv_format):
+                total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
             total += _step_bytes(spec, placement, rank, case)
     return total

@@ -177,9 +177,9 @@ def uneven(
 def test_f27_our_plan_on_these_cards_keeps_to_the_layer_layout_where_the_tensor_layout_would_not_fit() -> None:
     """Our own arithmetic: planes, graphs, workspaces, 300 MiB for the process. Nothing is read before this is known."""
     cards = [DeviceMemory(f"card {card}", "card", card * MEBIBYTE, 0, coming_bytes=300 * MEBIBYTE) for card in CARDS]
-    found, wish = pools(cards, MemoryWish()), ContextWish(32_768, asked=True)
+    found, wish = pools(cards, MemoryWish()), ContextWish(28_672, asked=True)
     case = FitCase(MODEL, uneven(), Holding.PLANES, Q8_0, journeys(2, None, None), max_chunk_tokens=256)
     fit = choose_fit(candidates(case, found, wish, uneven), found, wish, uneven)
-    assert fit.context_tokens == 32_768
+    assert fit.context_tokens == 28_672
     assert fit.case.journeys == ((Layout.LAYER, Layout.LAYER),)
     assert "only the layer layout" in fit.warnings[0]

@@ -221,7 +221,7 @@ def test_run_connect_says_what_run_says(smollm2_path: Path) -> None:
     assert plain.stdout == local["text"] + "\n"
 
 
-@pytest.mark.parametrize("moment", ["idle", "decode", "prefill"])
+@pytest.mark.parametrize("moment", ["decode", "prefill", pytest.param("idle", marks=pytest.mark.slow)])
 def test_f20_after_a_killed_rank_streams_fail_status_says_so_and_the_group_ends(tiny: Path, moment: str) -> None:
     words = coordinator_words(tiny, "--workers", "2", "--context", "2048", "--chunk", "4", "--restarts", "0")
     with process(words) as (started, told):
@@ -301,6 +301,7 @@ def test_f41_a_port_in_use_is_named_before_workers_start(tiny: Path) -> None:
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow  # the quick one, with workers that have no torch, is in tests/launch/test_local.py
 def test_f41_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     ends = threading.Semaphore(0)
     found: list[tuple[int, ...]] = []

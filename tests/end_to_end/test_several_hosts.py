@@ -134,7 +134,8 @@ def test_workers_started_by_hand_serve_and_end_well(tiny: Path) -> None:
             result = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
             assert len(result.tokens) == 5
             # One more under a rank that is taken is sent away, and harms nobody.
-            with process(worker_words(address), place_of(1, 2, port)) as (extra, extra_told):
+            twin = worker_words(address, module=FAKE_WORKER)
+            with process(twin, place_of(1, 2, port)) as (extra, extra_told):
                 assert extra.wait(60) == 2
                 assert "rank 1 has already joined" in extra_told.rest()
             again = client.generate(ids=[1, 2, 3], max_tokens=5, temperature=0.0, ignore_eos=True).result()
@@ -240,3 +241,19 @@ def test_hosts_of_other_names_share_no_memory_and_answer_the_same(groups: Runnin
             apart = client.generate(ids=[1, 2, 3], **asked).result()
     together = answered(groups.load(tiny, 2, context_tokens=128), [1, 2, 3], 8)
     assert apart.tokens == ids_of(together)
+
+
+@pytest.mark.slow
+def test_f41_a_meeting_port_that_another_program_holds_is_named(tiny: Path) -> None:
+    """It accepts and never answers; rank 0 cannot take the port, and the group ends over that at once."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as stack:
+        port = silent.getsockname()[1]
+        coordinator, told = stack.enter_context(process(external_words(tiny)))
+        address = gathering(told)
+        began = time.monotonic()
+        for rank in range(2):
+            stack.enter_context(process(worker_words(address), place_of(rank, 2, port)))
+        assert coordinator.wait(60) == 3
+        assert time.monotonic() - began < 40
+        assert "rank 0" in told.rest()
+        assert str(port) in told.text

@@ -36,7 +36,7 @@ def sources():
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
     yield source(step_triton.finish_half_block, dict(partial_stride="i32", normed="*bf16", xq="*i8", inboxes="*i64",
         sequence="*i32", failed="*i32", epsilon="fp32"),
-        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16))
+        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, FACTS=True))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
         table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
         dict(H=4, GROUP=4, PAD=16, W=256, SPLITS=32, WINDOW=0, STAGES=1))
@@ -47,12 +47,12 @@ def sources():
         epsilon="fp32", positions="*i32", table="*i64", table_stride="i32", query="*bf16", query_stride="i32",
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
         dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
-    yield source(step_triton.attend_merge, dict(xq="*i8"), dict(Q=16, W=128, SPLITS=32))
+    yield source(step_triton.attend_merge, dict(xq="*i8"), dict(Q=16, W=128, SPLITS=32, FACTS=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
     yield source(step_triton.gate_rows, dict(both_stride="i32", out="*bf16", out_stride="i32", xq="*i8"),
-        dict(F=7168, M=8, GELU=True, QUANT=True))
+        dict(F=7168, M=8, GELU=True, QUANT=True, FACTS=True))
     yield source(step_triton.best_of_block, dict(stride="i32", first_id="i32", scale="fp32"),
         dict(V=64128, BLOCK=2048, BLOCKS=32))
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",

@@ -51,7 +51,7 @@ def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
     tile = 16
     quantize_rows[rows, triton.cdiv(columns // 32, tile)](
         x_BK, x_BK.stride(0), result.codes, result.scales, result.sums_16, result.sums_32, result.facts,
-        result.halves, K=columns, M=tile,
+        result.halves, K=columns, M=tile, FACTS=rows > 1,
     )  # fmt: skip
     return result
 
@@ -91,7 +91,7 @@ def _multiply_batch(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[i
 
 def usual_batch_tile(rows: int) -> tuple[int, int]:
     """Many rows: (16 rows of the matrix a block so many times, blocks a multiprocessor)."""
-    return (2, 2) if rows >= 8192 else (1, 3)
+    return (2, 2) if rows >= 8192 else (1, 2)
 
 
 def _multiply_rows(planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, int]) -> None:

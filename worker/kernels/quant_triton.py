@@ -49,10 +49,10 @@ def quantize_tile(v, in_range):
 
 
 @triton.jit
-def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, facts, halves):
+def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, facts, halves, FACTS: tl.constexpr):
     """f32 [M, 32], groups of 32 columns of one row, as int8 codes, scales and sums; see `QuantizedRows`.
 
-    Pointers are to the row's start; `facts` and `halves` have 16 rows of two numbers for each group.
+    Pointers are to the row's start; `facts` and `halves`, where wanted, have 16 rows of two numbers for each group.
     """
     q, scale = quantize_tile(v, in_range)
     column = tl.arange(0, 32)
@@ -63,14 +63,17 @@ def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, facts, halves):
     tl.store(xsum16 + group * 2, left, mask=in_range)
     tl.store(xsum16 + group * 2 + 1, right, mask=in_range)
     tl.store(xsum32 + group, left + right, mask=in_range)
-    tl.store(facts + group * 32, scale, mask=in_range)
-    tl.store(facts + group * 32 + 1, left + right, mask=in_range)
-    tl.store(halves + group * 32, left, mask=in_range)
-    tl.store(halves + group * 32 + 1, right, mask=in_range)
+    if FACTS:
+        tl.store(facts + group * 32, scale, mask=in_range)
+        tl.store(facts + group * 32 + 1, left + right, mask=in_range)
+        tl.store(halves + group * 32, left, mask=in_range)
+        tl.store(halves + group * 32 + 1, right, mask=in_range)
 
 
 @triton.jit
-def quantize_rows(x, stride, xq, xs, xsum16, xsum32, facts, halves, K: tl.constexpr, M: tl.constexpr):
+def quantize_rows(
+    x, stride, xq, xs, xsum16, xsum32, facts, halves, K: tl.constexpr, M: tl.constexpr, FACTS: tl.constexpr,
+):  # fmt: skip
     """Rows of activations to int8: grid (rows, groups of 32 / M)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
@@ -79,7 +82,7 @@ def quantize_rows(x, stride, xq, xs, xsum16, xsum32, facts, halves, K: tl.conste
     v = tl.load(x + row * stride + group[:, None] * 32 + column[None, :], mask=in_range[:, None], other=0.0)
     store_quantized(
         v.to(tl.float32), in_range, group, xq + row * K, xs + row * (K // 32), xsum16 + row * (K // 16),
-        xsum32 + row * (K // 32), facts + row * 2, halves + row * 2,
+        xsum32 + row * (K // 32), facts + row * 2, halves + row * 2, FACTS,
     )  # fmt: skip
 
 

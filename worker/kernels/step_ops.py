@@ -84,7 +84,8 @@ def finish_half(
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
         exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
         HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
-        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, num_warps=8 if width >= 2048 else 4,
+        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, FACTS=rows > 1,
+        num_warps=8 if width >= 2048 else 4,
     )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def attend_cached(
     attend_merge[rows, query_heads](
         buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32, out.facts,
         out.halves,
-        Q=query_heads, W=width, SPLITS=splits, num_warps=4,
+        Q=query_heads, W=width, SPLITS=splits, FACTS=rows > 1, num_warps=4,
     )  # fmt: skip
 
 
@@ -199,7 +200,8 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     tile = 8 if quantised else 64
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
-        GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, num_warps=2 if quantised else 4,
+        GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, FACTS=rows > 1,
+        num_warps=2 if quantised else 4,
     )  # fmt: skip
 
 

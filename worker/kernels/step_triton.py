@@ -67,7 +67,7 @@ def _exchange_flags(
 def finish_half_block(
     partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves, inboxes,
     sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
-    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, FACTS: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
@@ -115,7 +115,7 @@ def finish_half_block(
     if QUANT:
         store_quantized(
             y, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16), xsum32 + row * (D // 32),
-            facts + row * 2, halves + row * 2,
+            facts + row * 2, halves + row * 2, FACTS,
         )  # fmt: skip
     else:
         tl.store(normed + row * D + at, y.to(normed.dtype.element_ty), mask=ok)
@@ -252,7 +252,7 @@ def attend_split(
 @triton.jit
 def attend_merge(
     sums, greatest, weights, xq, xs, xsum16, xsum32, facts, halves, Q: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, FACTS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head joined, as int8. Grid (rows, Q)."""
     row = tl.program_id(0).to(tl.int64)
@@ -274,7 +274,7 @@ def attend_merge(
     groups = Q * (W // 32)
     store_quantized(
         joined, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
-        xsum16 + row * groups * 2, xsum32 + row * groups, facts + row * 2, halves + row * 2,
+        xsum16 + row * groups * 2, xsum32 + row * groups, facts + row * 2, halves + row * 2, FACTS,
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def merge_two(
 @triton.jit
 def gate_rows(
     both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, facts, halves, F: tl.constexpr, M: tl.constexpr,
-    GELU: tl.constexpr, QUANT: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr, FACTS: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
     row = tl.program_id(0).to(tl.int64)
@@ -323,7 +323,7 @@ def gate_rows(
     if QUANT:
         store_quantized(
             y, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16), xsum32 + row * (F // 32),
-            facts + row * 2, halves + row * 2,
+            facts + row * 2, halves + row * 2, FACTS,
         )  # fmt: skip
     else:
         tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)

@@ -1,0 +1,75 @@
+"""Buffers beside weights and KV: what they depend on, and what they do not."""
+
+import pytest
+from msgspec.structs import replace
+
+from gearshift.proto.ids import KvType, Layout
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.memory import Holding
+from gearshift.proto.placement.working import EXPANDED_BYTES, Working, WorkingCase, working
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+
+SPEC = model_spec([layer_spec(16, 4, 2048, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")
+F16 = KvFormat(KvType.F16, KvType.F16)
+EVERY = tuple((read, write) for read in Layout for write in Layout)
+CASE = WorkingCase(Holding.PLANES, F16, EVERY, context_tokens=4096, max_chunk_tokens=512)
+
+
+def of(case: WorkingCase, rank: int = 0, ranks: int = 2) -> Working:
+    return working(SPEC, place(SPEC, ranks), rank, case)
+
+
+@pytest.mark.parametrize("holding", [Holding.PLANES, Holding.F32, Holding.BF16])
+def test_longer_chunks_and_contexts_never_take_less(holding: Holding) -> None:
+    for name, values in (("max_chunk_tokens", (64, 256, 1024)), ("context_tokens", (1024, 4096, 65_536))):
+        found = [of(replace(CASE, holding=holding, **{name: value})) for value in values]
+        for field in ("standing", "prefill", "shift", "decode"):
+            sizes = [getattr(one, field) for one in found]
+            assert sizes == sorted(sizes), (name, field)
+
+
+def test_a_chunk_is_never_longer_than_the_context() -> None:
+    assert of(replace(CASE, context_tokens=256, max_chunk_tokens=100_000)) == of(
+        replace(CASE, context_tokens=256, max_chunk_tokens=256)
+    )
+
+
+def test_only_journeys_that_shift_stage_bundles() -> None:
+    staying = replace(CASE, journeys=tuple((layout, layout) for layout in Layout))
+    assert of(staying).shift <= of(staying).prefill
+    assert of(CASE).shift > of(CASE).prefill
+    assert of(CASE, ranks=1).shift <= of(CASE, ranks=1).prefill
+
+
+def test_the_workspace_of_expanded_matrices_is_capped() -> None:
+    large = model_spec([layer_spec(32, 8, 65_536, key_width=128)], hidden=4096, vocab=100, types="Q8_0")
+    small = model_spec([layer_spec(32, 8, 256, key_width=128)], hidden=4096, vocab=100, types="Q8_0")
+    alone = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),))
+    found = [working(spec, place(spec, 1), 0, alone).standing for spec in (small, large)]
+    # The largest of the small model: q, k and v, 6,144 rows of 4,096 in bf16.
+    assert found[1] - found[0] > EXPANDED_BYTES - 2 * 6144 * 4096
+    assert found[1] < EXPANDED_BYTES + (128 << 20)
+
+
+def test_a_chunk_of_few_rows_expands_nothing() -> None:
+    assert of(replace(CASE, max_chunk_tokens=16)).standing < of(replace(CASE, max_chunk_tokens=17)).standing - (1 << 20)
+
+
+def test_steps_that_are_captured_have_buffers_for_each_batch_size_up_to_the_largest() -> None:
+    one, eight = of(CASE).standing, of(replace(CASE, batch=8)).standing
+    assert one < eight
+    layer_alone = replace(CASE, journeys=((Layout.TENSOR, Layout.LAYER),))
+    assert of(replace(layer_alone, batch=8)).standing == of(layer_alone).standing  # nothing is captured there
+
+
+def test_a_sliding_window_bounds_what_attention_gathers() -> None:
+    facts = layer_spec(16, 4, 2048, key_width=64)
+    full = model_spec([facts] * 2, hidden=1024, vocab=100, types="Q8_0")
+    windowed = model_spec([replace(facts, sliding_window=512)] * 2, hidden=1024, vocab=100, types="Q8_0")
+    case = replace(CASE, context_tokens=65_536)
+    assert working(windowed, place(windowed, 2), 0, case).decode < working(full, place(full, 2), 0, case).decode / 4
+
+
+def test_the_sampler_has_everybodys_logits() -> None:
+    assert of(CASE, rank=1).decode - of(CASE, rank=0).decode == 3 * 4 * SPEC.vocab
