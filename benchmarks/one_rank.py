@@ -57,7 +57,7 @@ class OneRank:
             self.spec, weights, kv, stages, torch.bfloat16, self.device, lambda x: x, lambda x: None, form,
             loader.embedding(),
         )
-        self.decoder.chunks = ChunkPass(self.decoder, 4096, context_tokens)
+        self.decoder.chunks = ChunkPass(self.decoder, self.placement, rank, 4096, context_tokens)
         self.steps = DecodeSteps(
             self.spec, self.placement, self.decoder, Exchange.alone(self.device, self.spec.hidden), context_tokens
         )

@@ -42,7 +42,7 @@ def device_parts(
     fused, steps = links.tensor.all_reduce(here).tolist()
     decoder.fused = int(fused) == placement.ranks  # all ranks alike: they sum in the same type
     if decoder.fused:
-        decoder.chunks = ChunkPass(decoder, max_chunk_tokens, context_tokens)
+        decoder.chunks = ChunkPass(decoder, placement, rank, max_chunk_tokens, context_tokens)
     if not decoder.fused or int(steps) != placement.ranks:
         return DeviceParts(decoder, None)
     if placement.ranks == 1:

@@ -42,6 +42,10 @@ class Placement(Struct, frozen=True):
         """The stage that owns a layer."""
         return next(stage for stage, layers in enumerate(self.stages) if layer in layers)
 
+    def parts_run(self, layer: int, rank: int) -> tuple[int, ...]:
+        """Parts of a layer that a rank runs in one layout or the other, held all the time or not."""
+        return tuple(range(self.ranks)) if layer in self.stages[rank] else (rank,)
+
     def parts_held(self, layer: int, rank: int, residency: Layout = Layout.LAYER) -> tuple[int, ...]:
         """Parts of a layer that a rank holds: all of its own stage, and its own part of the others.
 

@@ -148,21 +148,30 @@ def chunk_bucket(rows: int) -> int:
     return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
 
 
+def chunk_scratch_columns(spec: ModelSpec, placement: Placement, rank: int) -> int:
+    """16-bit columns of a chunk's scratch: queries, attention's results and projections, or gates and what they let by.
+
+    The latter lie on the gates, but where parts are of different widths.
+    """
+    widest = 0
+    for layer, facts in enumerate(spec.layers):
+        parts = [placement.layers[layer].parts[part] for part in placement.parts_run(layer, rank)]
+        query, kv = sum(len(part.query) for part in parts), sum(len(part.kv) for part in parts)
+        forward = [len(part.feed_forward) for part in parts if len(part.feed_forward)]
+        turns = 3 if len(set(forward)) > 1 else 2
+        widest = max(widest, (3 * query + 2 * kv) * facts.key_width, turns * sum(forward))
+    return widest
+
+
 def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
     """Static buffers of chunks, and their graphs: some a layer and bucket."""
     rows = chunk_bucket(case.chunk_rows)
-    queries = inner = 0
-    for layer, cut in enumerate(placement.layers):
-        held = [cut.parts[part] for part in placement.parts_held(layer, rank)]
-        facts = spec.layers[layer]
-        query, kv = sum(len(part.query) for part in held), sum(len(part.kv) for part in held)
-        queries = max(queries, query * facts.key_width)
-        inner = max(inner, 3 * sum(len(part.feed_forward) for part in held), (query + 2 * kv) * facts.key_width)
     tables = (2 * placement.ranks - 1) * (block_count(case.context_tokens) + 1) * 8
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers) * 4
     buckets = -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
     graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
-    return rows * (spec.hidden * 8 + 2 * (2 * queries + inner) + buckets * angles + 4) + tables + graphs
+    columns = chunk_scratch_columns(spec, placement, rank)
+    return rows * (spec.hidden * 8 + 2 * columns + buckets * angles + 4) + tables + graphs
 
 
 def _fused(spec: ModelSpec, kv_format: KvFormat) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...proto.ids import Layout
 from ...proto.model import RopeSpec
-from ...proto.placement.working import chunk_bucket
+from ...proto.placement.plan import Placement
+from ...proto.placement.working import chunk_bucket, chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.step_ops import Angles
@@ -27,50 +28,41 @@ Piece = tuple[Layout, int, int, int | None, str]  # layout, bucket, layer, the l
 
 @dataclass(slots=True)
 class Buffers:
-    """Rows of the largest bucket. `scratch` holds what lives inside one piece."""
+    """Rows of the largest bucket. `scratch`: what attention needs, and after it what the feed-forward block does."""
 
     hidden: Tensor  # f32 [T, D]
     normed: Tensor  # bf16 [T, D]
     partial: Tensor  # bf16 [T, D]
-    query: Tensor  # bf16, flat
-    attended: Tensor
-    scratch: Tensor
+    scratch: Tensor  # bf16, flat
     positions: Tensor  # int32 [T]; -1: no row
     tables: dict[tuple[int, int], Tensor]  # slots by block of each bundle
     angles: dict[int, Mapping[RopeSpec, Angles]]  # by bucket
 
     @classmethod
-    def of(cls, decoder: DeviceDecoder, rows: int, blocks: int) -> "Buffers":
+    def of(cls, decoder: DeviceDecoder, placement: Placement, rank: int, rows: int, blocks: int) -> "Buffers":
         spec, device = decoder.spec, decoder.device
-        queries = inner = 0
-        for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True):
-            heads = sum(part.query_heads for part in layer.parts)
-            kv_heads = sum(part.kv_heads for part in layer.parts)
-            queries = max(queries, heads * facts.key_width)
-            forward = 3 * sum(part.feed_forward for part in layer.parts)
-            inner = max(inner, forward, (heads + 2 * kv_heads) * facts.key_width)
 
         def halves(columns: int) -> Tensor:
             return torch.zeros(rows * columns, dtype=torch.bfloat16, device=device)
 
-        width = spec.hidden
         return cls(
-            torch.zeros((rows, width), dtype=torch.float32, device=device),
-            halves(width).view(rows, width), halves(width).view(rows, width), halves(queries), halves(queries),
-            halves(inner), torch.full((rows,), -1, dtype=torch.int32, device=device),
-            {
-                bundle: torch.zeros(blocks, dtype=torch.int64, device=device)
-                for bundle in decoder.bundles
-            },
-            {},
-        )  # fmt: skip
+            hidden=torch.zeros((rows, spec.hidden), dtype=torch.float32, device=device),
+            normed=halves(spec.hidden).view(rows, spec.hidden),
+            partial=halves(spec.hidden).view(rows, spec.hidden),
+            scratch=halves(chunk_scratch_columns(spec, placement, rank)),
+            positions=torch.full((rows,), -1, dtype=torch.int32, device=device),
+            tables={bundle: torch.zeros(blocks, dtype=torch.int64, device=device) for bundle in decoder.bundles},
+            angles={},
+        )
 
 
 class ChunkPass:
     """Chunks of one request at a time, of up to `most_rows` rows."""
 
-    def __init__(self, decoder: DeviceDecoder, most_rows: int, context_tokens: int) -> None:
-        self._decoder = decoder
+    def __init__(
+        self, decoder: DeviceDecoder, placement: Placement, rank: int, most_rows: int, context_tokens: int
+    ) -> None:
+        self._decoder, self._placement, self._rank = decoder, placement, rank
         self._most_rows = chunk_bucket(most_rows)
         self._blocks = -(-context_tokens // 64) + 1
         self._buffers: Buffers | None = None
@@ -113,7 +105,9 @@ class ChunkPass:
 
     def _fill(self, hidden_TD: Tensor, segment: Segment, layout: Layout) -> Buffers:
         if self._buffers is None:
-            self._buffers = Buffers.of(self._decoder, self._most_rows, self._blocks)
+            self._buffers = Buffers.of(
+                self._decoder, self._placement, self._rank, self._most_rows, self._blocks
+            )
             self._decoder.reserve_workspace()
         buffers, rows = self._buffers, segment.rows
         bucket = chunk_bucket(rows)
@@ -175,20 +169,20 @@ class _LayerOfChunk:
         """Queries, keys and values, rotated; the latter two into the cache."""
         buffers, bucket = self._buffers, self._bucket
         matrices = _matrices(part.qkv for part in self.heads)
+        first = self._head_columns * 2 * bucket
         columns = sum(matrix.rows for matrix in matrices)
-        projected = buffers.scratch[: bucket * columns].view(bucket, columns)
+        projected = buffers.scratch[first : first + bucket * columns].view(bucket, columns)
         quant_matrix.multiply_stacked(buffers.normed[:bucket], matrices, projected)
         stage = self._decoder.stage_of(self._layer)
         tables: list[Table] = [(buffers.tables[stage, part.part], 0) for part in self.heads]
         self._decoder.rotate_parts(
             projected, self._weights, self.heads, self._layer, buffers.positions[:bucket], buffers.angles[bucket],
-            tables, self._by_head(buffers.query),
+            tables, self._by_head(0),
         )  # fmt: skip
 
     def attend(self, segment: Segment) -> None:
         """The chunk's rows over all that is cached; how many that is changes from chunk to chunk."""
-        rows, buffers = segment.rows, self._buffers
-        query, attended = self._by_head(buffers.query), self._by_head(buffers.attended)
+        rows, query, attended = segment.rows, self._by_head(0), self._by_head(1)
         self._decoder.attend_all(query[:rows], self.heads, self._layer, [segment], attended[:rows])
 
     def output(self) -> None:
@@ -196,7 +190,7 @@ class _LayerOfChunk:
         if not self.heads:
             self._partial.zero_()
             return
-        self._side_by_side(self._by_head(self._buffers.attended).flatten(1), [p.attention_output for p in self.heads])
+        self._side_by_side(self._by_head(1).flatten(1), [part.attention_output for part in self.heads])
 
     def forward(self) -> None:
         """Attention's half ended; the feed-forward block's share of the sum, to `partial`."""
@@ -207,12 +201,15 @@ class _LayerOfChunk:
         if not self._columns:
             self._partial.zero_()
             return
-        width = sum(part.feed_forward for part in self._columns)
+        widths = [part.feed_forward for part in self._columns]
+        width = sum(widths)
         both = buffers.scratch[: bucket * 2 * width].view(bucket, 2 * width)
-        inner = buffers.scratch[bucket * 2 * width : bucket * 3 * width].view(bucket, width)
         quant_matrix.multiply_stacked(
             buffers.normed[:bucket], _matrices(part.gate_up for part in self._columns), both
         )
+        inner = both[:, :width]  # in place: a part's results lie on gates and on what the parts before have done with
+        if len(set(widths)) > 1:
+            inner = buffers.scratch[bucket * 2 * width : bucket * 3 * width].view(bucket, width)
         self._decoder.gate_parts(both, self._columns, inner)
         self._side_by_side(inner, [part.down for part in self._columns])
 
@@ -228,10 +225,14 @@ class _LayerOfChunk:
         self.forward()
         self.end()
 
-    def _by_head(self, flat: Tensor) -> Tensor:
-        """[bucket, heads, width]."""
-        heads = sum(part.query_heads for part in self.heads)
-        return flat[: self._bucket * heads * self._width].view(self._bucket, heads, self._width)
+    @property
+    def _head_columns(self) -> int:
+        return sum(part.query_heads for part in self.heads) * self._width
+
+    def _by_head(self, place: int) -> Tensor:
+        """Queries (place 0) or attention's results (1) in the scratch, [bucket, heads, width]."""
+        size = self._bucket * self._head_columns
+        return self._buffers.scratch[place * size : (place + 1) * size].view(self._bucket, -1, self._width)
 
     def _side_by_side(self, x_TC: Tensor, parts: Sequence[object]) -> None:
         matrices = _matrices(parts)

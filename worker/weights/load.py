@@ -71,7 +71,7 @@ class WeightLoader:
         held = self._placement.parts_held(layer, self._rank)
         parts = tuple(
             self.part(layer, part) if part in held else self.absent_part(layer, part)
-            for part in parts_of_rank(self._placement, layer, self._rank)
+            for part in self._placement.parts_run(layer, self._rank)
         )
         return_freed_memory()
         return LayerWeights(
@@ -161,11 +161,6 @@ class WeightLoader:
         vector = self._ledger.allocate("weights", (tensor.shape[-1],), torch.float32, self._device)
         return vector.copy_(torch.from_numpy(self._files.vector(tensor)))
 
-
-
-def parts_of_rank(placement: Placement, layer: int, rank: int) -> tuple[int, ...]:
-    """Parts of a layer that a rank ever holds: all of its own stage, else its own."""
-    return tuple(range(placement.ranks)) if layer in placement.stages[rank] else (rank,)
 
 
 def _nobody(byte_count: int) -> None:
