@@ -16,13 +16,15 @@ class Grant:
 
     table: BundleTable
     target: BundleTable | None
+    in_place: bool = False  # source and target share slots: what moves changes places, once the prompt is read
 
 
 class Admission:
     """Grants are all or nothing, and a shift's target is granted with the rest: no request stops half-way for slots."""
 
-    def __init__(self, slots: SlotPool, kept: KeptSequences) -> None:
-        self._slots, self._kept = slots, kept
+    def __init__(self, slots: SlotPool, kept: KeptSequences, *, in_place: bool = False) -> None:
+        """`in_place`: the arenas were sized for one layout's keys and values at a time."""
+        self._slots, self._kept, self._in_place = slots, kept, in_place
 
     def admit(self, session: Session, *, alone: bool) -> Grant | None:
         """Slots for a request, None if it has to wait for those of open ones (never when `alone`).
@@ -46,11 +48,16 @@ class Admission:
 
     def _grant(self, session: Session, *, shifts: bool) -> Grant | None:
         plan, blocks = session.plan, block_count(session.plan.cells)
-        if not self._slots.fits(blocks, (plan.prefill, plan.decode if shifts else plan.prefill)):
+        journey = (plan.prefill, plan.decode if shifts else plan.prefill)
+        in_place = shifts and (self._in_place or not self._slots.could_fit(blocks, journey))
+        in_place = in_place and not self._slots.fits(blocks, journey)
+        if not self._slots.fits(blocks, journey, in_place=in_place):
             return None
         table = self._slots.grant(blocks, plan.prefill)
         if table is None:
             raise AssertionError("slots that fit could not be granted")
+        if in_place:
+            return Grant(table, self._slots.grant_swap(table, plan.decode), in_place=True)
         return Grant(table, self._slots.grant_shift(table, plan.decode) if shifts else None)
 
     def _continue(self, session: Session, alone: bool) -> Grant | None:

@@ -103,6 +103,8 @@ class DriverSettings:
     decode: Layout | None = None
     journeys: tuple[Journey, ...] | None = None  # (prefill, decode) pairs there is room for; None: all of these layouts
     parallel_requests: int = 1  # requests of full context whose KV fits at once
+    shift_in_place: bool = False  # slots hold the KV of one layout only: at a shift bundles change places
+    swap_blocks: int = 16  # of each bundle, that do so in one tick: what is sent and received is held beside the slots
     token_gap_seconds: float = inf  # bound of a tick in which a prompt is read beside answers
     max_open: int = 8
     lookahead_steps: int | None = None  # None: LOOKAHEAD_STEPS of the device
@@ -157,8 +159,9 @@ class Driver:
         pool = SlotPool(self._slots_of_rank, zero_bundles(self._placement))
         lookahead = chosen.lookahead_steps or LOOKAHEAD_STEPS["cpu" if chosen.device == "cpu" else "cuda"]
         settings = SchedulerSettings(
-            self._group.ranks, chosen.max_open, lookahead, kept_sequences=chosen.kept_sequences
-        )
+            self._group.ranks, chosen.max_open, lookahead, kept_sequences=chosen.kept_sequences,
+            shift_in_place=chosen.shift_in_place, swap_blocks=chosen.swap_blocks,
+        )  # fmt: skip
         return Scheduler(settings, pool)
 
     @property
@@ -590,7 +593,8 @@ def _step(driver: Driver) -> list[Event]:
 def _slots_of_rank(placement: Placement, settings: DriverSettings) -> tuple[int, ...]:
     blocks = block_count(settings.context_tokens)
     open_journeys = journeys(placement.ranks, settings.prefill, settings.decode, settings.journeys)
-    one = slots_needed(blocks, placement.ranks, zero_bundles(placement), open_journeys)
+    empty = zero_bundles(placement)
+    one = slots_needed(blocks, placement.ranks, empty, open_journeys, in_place=settings.shift_in_place)
     return tuple(slots * settings.parallel_requests for slots in one)
 
 

@@ -24,6 +24,8 @@ LEAST_CHUNK_TOKENS = 256
 SHARE_PERCENT = 100
 
 LAYER_ONLY = ((Layout.LAYER, Layout.LAYER),)
+IN_PLACE = "keys and values are held for one layout at a time, and change places at a shift"
+
 
 @dataclass(frozen=True, slots=True)
 class ContextWish:
@@ -71,7 +73,8 @@ def candidates(
     chunks: tuple[int, ...] = (),
     shares_open: bool = False,
 ) -> Iterator[Candidate]:
-    """The case as asked for, then with layers that migrate or stay whole, then with fewer layouts where they are open.
+    """The case as asked for; with keys and values held for one layout at a time; with layers that migrate or stay
+    whole; with fewer layouts where they are open.
 
     Where the user named no shares (`shares_open`), each also with shares like the room on the devices.
     """
@@ -84,7 +87,12 @@ def candidates(
     for one, place_again, note in placements:
         first = Candidate(one, chunks=chunks, note=note)
         yield first
-        if (resident := _resident(first, pools, wish, place_again)) is not None:
+        last = first
+        if any(prefill is not decode for prefill, decode in one.journeys):
+            # It frees as many bytes as it moves; weights that migrate are moved there and back.
+            last = Candidate(replace(one, in_place=True), chunks=chunks, note=_joined(note, IN_PLACE))
+            yield last
+        if (resident := _resident(last, pools, wish, place_again)) is not None:
             yield resident
     for one, place_again, note in placements:
         yield from _fewer_layouts(one, place_again, chunks, note)
@@ -125,8 +133,12 @@ def _resident(first: Candidate, pools: Sequence[Pool], wish: ContextWish, remake
             # With every layer whole the tensor layout would be one in name alone.
             if found is not None and len(found[1].whole) < len(case.spec.layers):
                 told = f"weights: {found[1].told(len(case.spec.layers))}"
-                return Candidate(found[0], note=f"{first.note}; {told}" if first.note else told)
+                return Candidate(found[0], note=_joined(first.note, told))
     return None
+
+
+def _joined(note: str, more: str) -> str:
+    return f"{note}; {more}" if note else more
 
 
 def layer_only(case: FitCase, remake: Remake) -> FitCase:

@@ -72,6 +72,7 @@ class FitCase:
     max_chunk_tokens: int
     parallel_requests: int = 1
     batch: int = USUAL_BATCH
+    in_place: bool = False  # keys and values are held for one layout: at a shift they change places
 
     def memory(self, context_tokens: int) -> tuple[RankMemory, ...]:
         """Every rank's bytes with room for `parallel_requests` requests of this context."""
@@ -79,9 +80,8 @@ class FitCase:
 
     def kv_slots(self, context_tokens: int) -> tuple[int, ...]:
         """Slots of every rank's arena."""
-        needed = slots_needed(
-            block_count(context_tokens), self.placement.ranks, zero_bundles(self.placement), self.journeys
-        )
+        blocks, empty = block_count(context_tokens), zero_bundles(self.placement)
+        needed = slots_needed(blocks, self.placement.ranks, empty, self.journeys, in_place=self.in_place)
         return tuple(slots * self.parallel_requests for slots in needed)
 
     def with_max_chunk(self, tokens: int) -> "FitCase":

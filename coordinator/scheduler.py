@@ -37,6 +37,8 @@ class SchedulerSettings:
     lookahead_steps: int = 4
     decode_credits: int = 2
     kept_sequences: int = 8  # of ended requests, at most
+    shift_in_place: bool = False  # slots were counted for one layout's keys and values at a time
+    swap_blocks: int = 16  # of each bundle that change places in one tick, where a shift is made in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Scheduler:
         self._settings = settings
         self._slots = slots
         self._kept = KeptSequences(slots, settings.kept_sequences)
-        self._admission = Admission(slots, self._kept)
+        self._admission = Admission(slots, self._kept, in_place=settings.shift_in_place)
         self._waiting: deque[Session] = deque()
         self._open: dict[RequestId, Session] = {}  # in order of opening, until their frees are in the log
         self._closing: dict[RequestId, Session] = {}  # frees are in the log, not yet reported by all
@@ -197,7 +199,7 @@ class Scheduler:
         if (query := session.commit_answered(report)) is not None:
             self._commands += session.committed(query)
             if session.target is not query.table:
-                self._slots.release_moving(query.table, query.layout)
+                self._slots.release_moving(query.table, query.layout, but=session.table)
             self.shift_counts.committed += 1
 
     def shift_damaged(self, report: ShiftDamaged) -> None:
@@ -255,6 +257,7 @@ class Scheduler:
             log += self._open_waiting()
             log += self._move_weights()
             log += self._commit_shifts()  # those that waited for weights
+            log += [command for session in self._open.values() for command in session.hash_before_swaps()]
             tick = self._next_tick()
             log += self._take_commands()
             if tick is None:
@@ -290,7 +293,7 @@ class Scheduler:
         request = session.plan.request_id
         self._open[request] = session
         self._events.append(Started(request))
-        return session.open(grant.table, grant.target)
+        return session.open(grant.table, grant.target, self._settings.swap_blocks if grant.in_place else None)
 
     def _end(self, session: Session) -> None:
         self.shift_counts.count_failure(session.shift_failure)
@@ -401,7 +404,7 @@ class Scheduler:
 
     def _abandon(self, session: Session) -> None:
         if session.target is not None:
-            self._slots.release_moving(session.target, session.target_layout)
+            self._slots.release_moving(session.target, session.target_layout, but=session.table)
             self._commands += session.abandon()
 
     def _keep_or_release(self, session: Session, table: BundleTable) -> None:

@@ -65,6 +65,8 @@ class Session:
         self._moved_blocks = [0] * ranks
         self._accepted: set[Rank] = set()
         self._commit: CommitQuery | None = None  # in the log, and not every rank has answered
+        self._swap_blocks: int | None = None  # a tick; None: source and target of the shift share no slots
+        self._swapped = False  # partly: what the slots hold is neither layout's until the commit
         self._again: list[Move] = []  # damaged ones, to be made once more
         self._retried = False  # this shift has been
         self._void_steps = 0  # handed out, but left out by the workers; their ticks have yet to come back
@@ -89,13 +91,17 @@ class Session:
         self.plan = self.plan.cold
         self.layout, self.target_layout = self.plan.prefill, self.plan.decode
 
-    def open(self, table: BundleTable, target: BundleTable | None) -> list[AnyCommand]:
+    def open(
+        self, table: BundleTable, target: BundleTable | None, swap_blocks: int | None = None
+    ) -> list[AnyCommand]:
         """Slots are granted, those of a kept prefix among them.
 
         With a target the shift is prepared at once: full blocks stream behind the chunks. Where a kept prefix lies in
-        another layout than the rest is read in, the first shift is its way back, and the target must be given.
+        another layout than the rest is read in, the first shift is its way back, and the target must be given. With
+        `swap_blocks` the two share slots: bundles change places once the prompt is read, so many blocks a tick.
         """
         plan = self.plan
+        self._swap_blocks = swap_blocks
         returns = plan.first_layout is not plan.prefill
         self.phase = Phase.RETURN if returns else Phase.PREFILL
         self.layout, self.table, self.target = plan.first_layout, table, target
@@ -109,7 +115,7 @@ class Session:
             )
         ]
         if target is not None:
-            commands.append(PrepareShift(plan.request_id, self.target_layout, target))
+            commands.append(PrepareShift(plan.request_id, self.target_layout, target, swap_blocks is not None))
         return commands
 
     # What it needs of the weights
@@ -192,6 +198,8 @@ class Session:
         """
         if self.target is None or len(self._accepted) < self._ranks or self.phase is Phase.ENDED:
             return []
+        if self._swap_blocks is not None:
+            return self._take_swaps(self._swap_blocks)
         moves, self._again = self._again, []
         most = most_moved_blocks(max(self.plan.chunks, default=0))
         for stage, written in enumerate(self._written):
@@ -202,6 +210,15 @@ class Session:
             if end > first:
                 moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
         return moves
+
+    def _take_swaps(self, most_blocks: int) -> list[Move]:
+        """The next blocks of all stages together: what comes to a slot takes the place of what leaves it."""
+        first, all_blocks = self._moved_blocks[0], block_count(self.prompt_tokens)
+        end = min(first + most_blocks, all_blocks)
+        if self.phase is not Phase.SHIFT or end == first:
+            return []
+        self._moved_blocks, self._swapped = [end] * self._ranks, True
+        return [Move(self.plan.request_id, self.target_layout, stage, first, end) for stage in range(self._ranks)]
 
     @property
     def unanswered(self) -> frozenset[Rank]:
@@ -230,7 +247,7 @@ class Session:
         if self.table is None or self.target is None:
             raise AssertionError("a shift that can be committed has both tables")
         request_id = self.plan.request_id
-        self._commit = CommitQuery(self._ranks, self.table, self.layout)
+        self._commit, self._swapped = CommitQuery(self._ranks, self.table, self.layout), False
         self.layout, self.table, self.target = self.target_layout, self.target, None
         commit = CommitShift(request_id, self.layout)
         if self.phase is Phase.RETURN:
@@ -238,10 +255,22 @@ class Session:
         self.phase = Phase.DECODE
         if not self.plan.request.verify_shift:
             return [commit]
+        question = HashKv(request_id, self.prompt_tokens)
+        if self._swap_blocks is not None and self.shift_hashes is not None:
+            self.hash_queries.append(self.shift_hashes[1])
+            return [commit, question]
         self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
         self.hash_queries += self.shift_hashes
-        question = HashKv(request_id, self.prompt_tokens)
         return [question, commit, question]
+
+    def hash_before_swaps(self) -> list[AnyCommand]:
+        """The question for what lies in the source, where that is asked for and bundles are about to change places."""
+        verifies = self._swap_blocks is not None and self.plan.request.verify_shift and self.shift_hashes is None
+        if not verifies or self.phase is not Phase.SHIFT or len(self._accepted) < self._ranks:
+            return []
+        self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
+        self.hash_queries.append(self.shift_hashes[0])
+        return [HashKv(self.plan.request_id, self.prompt_tokens)]
 
     @property
     def is_committing(self) -> bool:
@@ -371,7 +400,7 @@ class Session:
         Cells of steps whose tokens did not come to count are not among them.
         """
         written, prompt = min(self._written), self.plan.request.prompt
-        if self.finish_reason is FinishReason.ERROR or self.plan.request.forced:
+        if self.finish_reason is FinishReason.ERROR or self.plan.request.forced or self._swapped:
             return ()
         if written < len(prompt):
             return prompt[:written]

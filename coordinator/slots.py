@@ -29,15 +29,26 @@ def holder(bundle: Bundle, layout: Layout) -> int:
     return bundle[0] if layout is Layout.LAYER else bundle[1]
 
 
+def _other(layout: Layout) -> Layout:
+    return Layout.TENSOR if layout is Layout.LAYER else Layout.LAYER
+
+
 def slots_needed(
-    blocks: int, ranks: int, empty: frozenset[Bundle], journeys: Iterable[tuple[Layout, Layout]]
-) -> tuple[int, ...]:
-    """Slots on each rank so that a request of `blocks` blocks can make any (prefill, decode) journey."""
+    blocks: int, ranks: int, empty: frozenset[Bundle], journeys: Iterable[tuple[Layout, Layout]],
+    *, in_place: bool = False,
+) -> tuple[int, ...]:  # fmt: skip
+    """Slots on each rank so that a request of `blocks` blocks can make any (prefill, decode) journey.
+
+    Room for the bundles of both layouts at once, or, `in_place`, for those of one: bundles (s, r) and (r, s) change
+    places, and only one whose counterpart is empty needs a slot of its own.
+    """
     needed = [0] * ranks
     bundles = frozenset(product(range(ranks), range(ranks))) - empty
     for journey in journeys:
         for rank in range(ranks):
             held = {bundle for bundle in bundles for layout in journey if holder(bundle, layout) == rank}
+            if in_place:
+                held = {b for b in held if holder(b, journey[0]) == rank or (b[1], b[0]) in empty}
             needed[rank] = max(needed[rank], len(held) * blocks)
     return tuple(needed)
 
@@ -88,6 +99,7 @@ class SlotPool:
 
     def __init__(self, slots_of_rank: Sequence[int], empty: frozenset[Bundle] = frozenset()) -> None:
         self._arenas = [SlotArena(slots) for slots in slots_of_rank]
+        self._totals = tuple(slots_of_rank)
         self._ranks = len(slots_of_rank)
         self._empty = empty
 
@@ -95,10 +107,15 @@ class SlotPool:
     def free_counts(self) -> tuple[int, ...]:
         return tuple(arena.free_count for arena in self._arenas)
 
-    def fits(self, blocks: int, journey: tuple[Layout, Layout]) -> bool:
+    def fits(self, blocks: int, journey: tuple[Layout, Layout], *, in_place: bool = False) -> bool:
         """Whether a request of `blocks` blocks could make this journey now."""
-        needed = slots_needed(blocks, self._ranks, self._empty, [journey])
+        needed = slots_needed(blocks, self._ranks, self._empty, [journey], in_place=in_place)
         return all(count <= free for count, free in zip(needed, self.free_counts, strict=True))
+
+    def could_fit(self, blocks: int, journey: tuple[Layout, Layout]) -> bool:
+        """Whether it could if nobody else held a slot."""
+        needed = slots_needed(blocks, self._ranks, self._empty, [journey])
+        return all(count <= total for count, total in zip(needed, self._totals, strict=True))
 
     def grant(self, blocks: int, layout: Layout) -> BundleTable | None:
         """Slots for all bundles of a new request, None when some rank has too few."""
@@ -156,16 +173,42 @@ class SlotPool:
 
         return self._table(target)
 
+    def grant_swap(self, table: BundleTable, to: Layout) -> BundleTable | None:
+        """As `grant_shift`, but (s, r) goes to where (r, s) is now; a bundle whose counterpart is empty gets new slots.
+
+        None when some rank has too few for those.
+        """
+        wanted = [0] * self._ranks
+        for (stage, part), slots in self._moving(table):
+            wanted[holder((stage, part), to)] += 0 if table.slots[part][stage] else len(slots)
+        if any(count > free for count, free in zip(wanted, self.free_counts, strict=True)):
+            return None
+
+        def target(bundle: Bundle) -> tuple[int, ...]:
+            slots, counterpart = table.slots[bundle[0]][bundle[1]], table.slots[bundle[1]][bundle[0]]
+            if not slots:
+                return ()
+            return counterpart or self._arenas[holder(bundle, to)].take(len(slots))
+
+        return self._table(target)
+
     def release(self, table: BundleTable, layout: Layout) -> None:
         """The end of a request: all its slots in the layout it is in."""
         self.release_moving(table, layout)
         for rank in range(self._ranks):
             self._arenas[rank].give_back(table.slots[rank][rank])
 
-    def release_moving(self, table: BundleTable, layout: Layout) -> None:
-        """One side of a shift: the source's after it was committed, the target's after it was abandoned."""
+    def release_moving(self, table: BundleTable, layout: Layout, but: BundleTable | None = None) -> None:
+        """One side of a shift: the source's after it was committed, the target's after it was abandoned.
+
+        `but`: the other side, whose slots stay held: they are the same where bundles change places.
+        """
+        stay = set()
+        for bundle, slots in self._moving(but) if but is not None else ():
+            stay |= {(holder(bundle, _other(layout)), slot) for slot in slots}
         for bundle, slots in self._moving(table):
-            self._arenas[holder(bundle, layout)].give_back(slots)
+            rank = holder(bundle, layout)
+            self._arenas[rank].give_back([slot for slot in slots if (rank, slot) not in stay])
 
     def _held(self, table: BundleTable) -> Iterator[tuple[Bundle, tuple[int, ...]]]:
         for stage, part in product(range(self._ranks), range(self._ranks)):

@@ -149,6 +149,7 @@ def open_session(
                 prefill=layouts.prefill,
                 decode=layouts.decode,
                 journeys=fit.case.journeys,
+                shift_in_place=fit.case.in_place,
                 parallel_requests=parallel_requests,
                 token_gap_seconds=settings.token_gap_seconds or inf,
             ),

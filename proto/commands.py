@@ -174,11 +174,16 @@ class ReadClock(Command, frozen=True):
 
 
 class PrepareShift(Command, frozen=True):
-    """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet."""
+    """A request is to move to another layout; answered by `ShiftPrepared`. Nothing collective happens yet.
+
+    `in_place`: bundles (s, r) and (r, s) change places, slot by slot; each tick with moves has the same blocks of all
+    stages.
+    """
 
     request: RequestId
     to: Layout
     table: BundleTable  # slots in the target layout
+    in_place: bool = False
 
 
 class CommitShift(Command, frozen=True):

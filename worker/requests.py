@@ -19,6 +19,7 @@ class ShiftInProgress:
 
     to: Layout
     slots: dict[Bundle, SlotRun]
+    in_place: bool = False  # its slots hold the other layout's bundles until they change places
     checked: list[tuple[DamagedMove, torch.Tensor]] = field(default_factory=list)  # each with bool [1]: arrived as sent
     move_seconds: float = 0.0
     received_bytes: int = 0

@@ -2,7 +2,8 @@
 
 `PrepareShift` reserves, moves run inside ticks, `CommitShift` switches the layout. Bundle (s, s) never moves. A
 checksum travels with what is sent; at the commit the ranks tell each other whether all of it arrived as it was, and
-otherwise all stay where they are: the source's slots still hold everything.
+otherwise all stay where they are: the source's slots still hold everything. A shift *in place*, for keys and values
+that do not fit twice, has no such way back: there each exchange is checked before it is put.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from ..proto.reports import DamagedMove, KvHashed, ShiftCommitted, ShiftDamaged,
 from .checksums import CHECKSUM_BYTES, Checksums, salt_of
 from .faults import FaultHooks
 from .kv import Bundle, KvStore, SlotRun
+from .links.errors import LinkFailedError
 from .links.kv_moves import MoveHandle
 from .links.open import Links
 from .requests import OpenRequests, RequestState, ShiftInProgress
@@ -35,6 +37,9 @@ class Arrival:
     move: Move
     bundle: Bundle
     parcel: Tensor
+
+
+SWAP_ATTEMPTS = 3
 
 
 class Shifter:
@@ -62,29 +67,52 @@ class Shifter:
             declined = f"out of memory: {error}"
         if declined is not None:
             return ShiftPrepared(self._rank, command.request, accepted=False, reason=declined)
-        state.shift = ShiftInProgress(command.to, slots)
+        state.shift = ShiftInProgress(command.to, slots, command.in_place)
         return ShiftPrepared(self._rank, command.request, accepted=True)
 
     def abandon(self, state: RequestState) -> None:
         state.shift, state.void = None, False
 
     def start_moves(self, moves: Sequence[Move]) -> "MovesUnderWay":
-        """Post this rank's sends and receives of a tick's moves; they run beside the tick's computing."""
+        """Post this rank's sends and receives of a tick's moves; they run beside the tick's computing.
+
+        Those in place are made at once: what comes may only be put where something left once all has come.
+        """
+        swaps = [move for move in moves if self._shift_of(move).in_place]
+        if swaps:
+            self._swap(swaps)
+        return self._start([move for move in moves if move not in swaps])
+
+    def _swap(self, moves: Sequence[Move]) -> None:
+        """Bundles change places, on all ranks or none. Damaged bytes are sent again; a link that goes on so is lost."""
+        for _ in range(SWAP_ATTEMPTS):
+            exchange = self._start(moves)
+            checked = exchange.wait_and_check()
+            if self._all_arrived(checked):
+                exchange.put()
+                return
+        raise LinkFailedError(f"bytes of a shift in place arrived damaged {SWAP_ATTEMPTS} times")
+
+    def _shift_of(self, move: Move) -> ShiftInProgress:
+        shift = self._requests[move.request].shift
+        if shift is None or shift.to is not move.to:
+            raise ProtocolError(f"request {move.request} has no shift to the {move.to} layout prepared")
+        return shift
+
+    def _start(self, moves: Sequence[Move]) -> "MovesUnderWay":
         started = time.monotonic()
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         arrivals: list[Arrival] = []
         for move in moves:
-            state = self._requests[move.request]
-            if state.shift is None or state.shift.to is not move.to:
-                raise ProtocolError(f"request {move.request} has no shift to the {move.to} layout prepared")
+            state, shift = self._requests[move.request], self._shift_of(move)
             for source, target, bundle in self._transfers(move):
                 if source == self._rank:
                     sends.append((target, self._take(state.slots[bundle], bundle, move)))
                 elif target == self._rank:
                     parcel = self._parcel(bundle, move)
                     receives.append((source, parcel))
-                    arrivals.append(Arrival(state.shift, move, bundle, parcel))
+                    arrivals.append(Arrival(shift, move, bundle, parcel))
         handle = self._links.kv.start(sends, receives)
         return MovesUnderWay(self._kv, handle, arrivals, self._checksums, started)
 
@@ -164,11 +192,26 @@ class MovesUnderWay:
 
     def finish(self) -> None:
         """Wait (bounded), check what arrived and put it into its slots. What the check says is read at the commit."""
+        checked = self.wait_and_check()
+        for arrival, found in zip(self._arrivals, checked, strict=True):
+            arrival.shift.checked.append(found)
+        self.put()
+
+    def wait_and_check(self) -> list[tuple[DamagedMove, Tensor]]:
+        """Of each arrival, what it is, and bool [1] on the device: whether it is as it was sent."""
         self._handle.wait()
+        return [
+            (
+                DamagedMove(*arrival.bundle, arrival.move.first_block, arrival.move.end_block),
+                self._checksums.holds(arrival.parcel, _salt(arrival.move, arrival.bundle)),
+            )
+            for arrival in self._arrivals
+        ]
+
+    def put(self) -> None:
+        """Into the slots."""
         for arrival in self._arrivals:
             move, bundle, data = arrival.move, arrival.bundle, arrival.parcel[:-CHECKSUM_BYTES]
-            told = DamagedMove(*bundle, move.first_block, move.end_block)
-            arrival.shift.checked.append((told, self._checksums.holds(arrival.parcel, _salt(move, bundle))))
             self._kv.put_blocks(bundle, arrival.shift.slots[bundle], move.first_block, move.end_block, data)
             arrival.shift.received_bytes += data.numel()
         for shift in {id(arrival.shift): arrival.shift for arrival in self._arrivals}.values():

@@ -8,6 +8,7 @@ import pytest
 
 from gearshift.coordinator.device_memory import DeviceMemory, MemoryWish, pools, rank_budgets
 from gearshift.coordinator.fit_choice import (
+    IN_PLACE,
     Candidate,
     ContextWish,
     Fit,
@@ -161,12 +162,21 @@ def test_a_context_that_was_not_asked_for_becomes_the_largest_that_fits_and_is_t
     assert "4096 would need" in fit.notes[0]
 
 
+def test_keys_and_values_are_held_once_before_weights_migrate() -> None:
+    fit = chosen(CASE, tight_pools(CASE, 3584), 4096, asked=True)
+    assert (fit.case.journeys, fit.case.placement, fit.case.in_place) == (CASE.journeys, CASE.placement, True)
+    assert fit.notes == (IN_PLACE,)
+    bundles_held = [one.kv_bytes for one in fit.memory]
+    assert bundles_held == [one.kv_bytes * 2 // 3 for one in CASE.memory(4096)]  # 2 of 3 bundles a block
+
+
 def test_layers_migrate_or_stay_whole_before_a_layout_is_given_up() -> None:
-    fit = chosen(CASE, tight_pools(CASE, 3072), 4096, asked=True)
+    budgets = tight_pools(replace(CASE, in_place=True), 3072)
+    fit = chosen(CASE, budgets, 4096, asked=True)
     assert fit.case.journeys == CASE.journeys
-    assert fit.notes[0].startswith("weights: ")
+    assert fit.notes[0].startswith(f"{IN_PLACE}; weights: ")
     assert "for both layouts" in fit.notes[0]
-    assert not shortfalls(fit.memory, tight_pools(CASE, 3072))
+    assert not shortfalls(fit.memory, budgets)
     assert max(one.weight_bytes for one in fit.memory) < CASE.memory(64)[0].weight_bytes
     # On its way a layer's parts are held beside what is there: the plan's shift counts them.
     migrating = replace(CASE, placement=remake(migrating_layers=frozenset(range(6))))
@@ -178,11 +188,15 @@ def test_layers_migrate_or_stay_whole_before_a_layout_is_given_up() -> None:
 def test_layouts_are_given_up_with_a_warning_before_a_context_becomes_of_no_use() -> None:
     context = 32_768  # the cache is most of what is needed
     staying = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER), (Layout.TENSOR, Layout.TENSOR)))
-    without_shift = chosen(CASE, tight_pools(staying, context), context, asked=True)
+    budgets = tight_pools(staying, context)
+    assert chosen(CASE, budgets, context, asked=True).case.in_place, "a shift in place needs no more"
+    tried = candidates(CASE, budgets, ContextWish(context, asked=True), remake)
+    without_shift = choose_fit([one for one in tried if one.warning], budgets, ContextWish(context, asked=True))
     assert without_shift.case.journeys == staying.journeys
     assert "no request is shifted" in without_shift.warnings[0]
     layers = layer_only(CASE, remake)
-    layer_layout = chosen(CASE, tight_pools(layers, 4096), 4096, asked=True)
+    budgets, wish = tight_pools(layers, 4096), ContextWish(4096, asked=True)
+    layer_layout = choose_fit([one for one in candidates(CASE, budgets, wish, remake) if one.warning], budgets, wish)
     assert layer_layout.case.journeys == ((Layout.LAYER, Layout.LAYER),)
     assert "only the layer layout" in layer_layout.warnings[0]
     # Each layer is held once: about two thirds of the weights with residency `both`.
@@ -209,7 +223,7 @@ def test_layouts_that_the_user_named_are_not_given_up() -> None:
     named = replace(CASE, journeys=((Layout.LAYER, Layout.TENSOR),))
     context = 32_768
     with pytest.raises(DoesNotFitError):
-        chosen(named, tight_pools(layer_only(CASE, remake), context), context, asked=True)
+        chosen(named, tight_pools(layer_only(CASE, remake), context // 2), context, asked=True)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_though_no_context_was_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -217,14 +218,72 @@ def test_the_source_of_a_shift_stays_until_every_rank_has_committed() -> None:
 
 
 def test_f27_without_room_for_the_shift_the_request_stays_with_a_warning() -> None:
-    slots = slots_needed(2, 2, frozenset(), [(LAYER, LAYER)])
-    pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB)
+    # Rank 1 has no heads: its bundle (0, 1) has no bytes, and nothing makes room for (1, 0) on rank 0.
+    empty = frozenset({(0, 1)})
+    slots = slots_needed(2, 2, empty, [(LAYER, LAYER)])
+    pool, group = SlotPool(slots, empty), FakeGroup(2, slots, vocab=VOCAB, empty=empty)
     run = Run(Scheduler(SchedulerSettings(2), pool), group, pool)
     run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
     run.finish()
     assert run.tokens(0) == expected_answer(prompt_of(100), 9, VOCAB)
     assert "no room" in (run.sessions()[0].warning or "")
     assert not of_type(group, PrepareShift)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("prefill", "decode"), [(LAYER, TENSOR), (TENSOR, LAYER)])
+@pytest.mark.parametrize("length", [1, 63, 64, 100, 300])
+def test_without_room_for_both_layouts_bundles_change_places(
+    ranks: int, prefill: Layout, decode: Layout, length: int
+) -> None:
+    slots = slots_needed(-(-CONTEXT // 64), ranks, frozenset(), [(prefill, decode)], in_place=True)
+    pool, group = SlotPool(slots), FakeGroup(ranks, slots, vocab=VOCAB)
+    run = Run(Scheduler(SchedulerSettings(ranks, swap_blocks=2), pool), group, pool)
+    for index in range(2):
+        run.scheduler.submit(plan(index, asked(length, CONTEXT - length, prefill, decode), ranks))
+    run.finish()
+    for index in range(2):
+        assert run.tokens(index) == expected_answer(prompt_of(length), CONTEXT - length, VOCAB)
+        assert run.sessions()[index].warning is None
+    assert [command.in_place for command in of_type(group, PrepareShift)] == [True, True]  # type: ignore[attr-defined]
+    blocks = [(move.first_block, move.end_block) for tick in group.ticks for move in tick.moves if move.request == 0]
+    assert max(end - first for first, end in blocks) <= 2
+    assert group.clean
+    assert pool.free_counts == slots
+
+
+@pytest.mark.parametrize("cancel_after", range(0, 48, 3))
+def test_a_shift_in_place_may_be_cancelled_at_any_time_and_what_is_half_swapped_is_not_kept(cancel_after: int) -> None:
+    slots = slots_needed(-(-CONTEXT // 64), 2, frozenset(), [(LAYER, TENSOR)], in_place=True)
+    pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB, random=Random(cancel_after))
+    run = Run(Scheduler(SchedulerSettings(2, swap_blocks=1), pool), group, pool)
+    request = replace(asked(250, 20, LAYER, TENSOR), conversation="one")
+    run.scheduler.submit(plan(0, request, 2))
+    for _ in range(cancel_after):
+        run.send()
+        if any(group._reports):
+            run.report()
+    run.scheduler.cancel(RequestId(0))
+    run.finish()
+    assert group.clean
+    kept = run.scheduler.kept_prefix("one", prompt_of(400))
+    moves = [move for tick in group.ticks for move in tick.moves]
+    half = moves and not of_type(group, CommitShift)
+    assert not (half and kept), "what is half swapped is of no use"
+    run.scheduler.forget()
+    assert pool.free_counts == slots
+
+
+def test_a_shift_in_place_that_is_declined_leaves_the_request_where_it_is() -> None:
+    slots = slots_needed(-(-CONTEXT // 64), 2, frozenset(), [(LAYER, TENSOR)], in_place=True)
+    pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB, declining=frozenset({0}))
+    run = Run(Scheduler(SchedulerSettings(2), pool), group, pool)
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
+    run.finish()
+    assert run.tokens(0) == expected_answer(prompt_of(100), 9, VOCAB)
+    assert run.sessions()[0].layout is LAYER
+    assert group.clean
+    assert pool.free_counts == slots
 
 
 def test_a_request_larger_than_all_slots_ends_with_an_error_and_the_next_one_runs() -> None:

@@ -129,3 +129,47 @@ def test_empty_stages_and_ranks_without_heads_need_no_slots() -> None:
     table = SlotPool((50, 50, 50), empty).grant(2, Layout.TENSOR)
     assert table is not None
     assert all((table.slots[stage][part] == ()) == ((stage, part) in empty) for stage in range(3) for part in range(3))
+
+
+@given(
+    ranks=st.integers(1, 4),
+    source=st.sampled_from(Layout),
+    blocks=st.integers(1, 3),
+    empty=st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4),
+    fate=st.sampled_from(["commit", "abandon"]),
+)
+def test_bundles_that_change_places_need_no_more_than_one_layouts_slots(
+    ranks: int, source: Layout, blocks: int, empty: frozenset[tuple[int, int]], fate: str
+) -> None:
+    to = Layout.TENSOR if source is Layout.LAYER else Layout.LAYER
+    slots = slots_needed(blocks, ranks, empty, [(source, to)], in_place=True)
+    pool = SlotPool(slots, empty)
+    assert pool.fits(blocks, (source, to), in_place=True)
+    table = pool.grant(blocks, source)
+    assert table is not None
+    target = pool.grant_swap(table, to)
+    assert target is not None
+    assert pool.free_counts == (0,) * ranks
+    places = held(target, to)
+    assert len(set(places)) == len(places), "no slot is two bundles'"
+    assert all(target.slots[rank][rank] == table.slots[rank][rank] for rank in range(ranks))
+    for stage, part in ((one, other) for one in range(ranks) for other in range(ranks) if (one, other) not in empty):
+        assert len(target.slots[stage][part]) == blocks
+        if stage != part and (part, stage) not in empty:
+            assert target.slots[stage][part] == table.slots[part][stage]
+    if fate == "commit":
+        pool.release_moving(table, source, but=target)
+        pool.release(target, to)
+    else:
+        pool.release_moving(target, to, but=table)
+        pool.release(table, source)
+    assert pool.free_counts == slots
+
+
+def test_a_swap_that_needs_slots_of_its_own_takes_none_where_they_are_missing() -> None:
+    empty = frozenset({(0, 1)})
+    pool = SlotPool((2, 4), empty)
+    table = pool.grant(2, Layout.LAYER)
+    assert table is not None
+    assert pool.grant_swap(table, Layout.TENSOR) is None  # (1, 0) comes to rank 0, and nothing leaves it
+    assert pool.free_counts == (0, 0)

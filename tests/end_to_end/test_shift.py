@@ -87,6 +87,33 @@ def test_keys_and_values_are_the_same_after_a_shift_and_no_weight_moves(
             assert result.shift.kv_bytes == moved_bytes(spec, placement, KvFormat(kv_type, kv_type), prompt)
 
 
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("even", 2), ("uneven", 3), pytest.param("uneven", 2, marks=pytest.mark.slow),
+     pytest.param("one-kv-head", 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_keys_and_values_that_fit_once_change_places_and_come_back_the_same(
+    groups: RunningGroups, model: Callable[[str], Path], name: str, workers: int
+) -> None:
+    path = model(name)
+    driver = groups.load(path, workers, shift_in_place=True)  # 4 blocks of context, one of them a tick
+    assert driver.kv_slots == ((4 * workers,) * 2,) * workers
+    for prefill, decode in SHIFTS:
+        for prompt in (1, 65, 250):
+            ids = random_ids(prompt + 4)
+            request = GenerationRequest(
+                ids[:prompt], 3, GREEDY, prefill=prefill, decode=decode, chunk_rule=CHUNK, verify_shift=True
+            )
+            shift = answer(driver, request).shift
+            assert shift is not None, (prefill, prompt)
+            assert shift.hashes_equal is True, (prefill, prompt)
+            assert shift.kv_bytes == moved_bytes(*placed(path, workers), KvFormat(KvType.F32, KvType.F32), prompt)
+        stays, _ = collect_logits(driver, ids[:100], 90, prefill, prefill, CHUNK)
+        shifts, _ = collect_logits(driver, ids[:100], 90, prefill, decode, CHUNK)
+        assert np.abs(stays - shifts).max() < 1e-3, prefill
+    assert driver.kv_slots == ((4 * workers,) * 2,) * workers
+
+
 @pytest.mark.parametrize("shares", [(3.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
 @pytest.mark.parametrize("name", ["even", "uneven"])
 def test_uneven_shares_shift_alike(

@@ -7,7 +7,7 @@ ones are, and the model is a function of what it reads back from them: a block l
 
 import struct
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from random import Random
@@ -52,6 +52,7 @@ from gearshift.tests.helpers.fake_model import logits_row, logprob, next_token
 from gearshift.tests.helpers.measured import measured_costs
 
 Bundle = tuple[int, int]
+Slot = tuple[int, int]  # (rank, slot)
 
 
 @dataclass
@@ -66,6 +67,7 @@ class FakeRequest:
     written: list[int] = field(default_factory=list)  # positions, by stage
     moved: Counter[tuple[int, int]] = field(default_factory=Counter)  # (stage, block)
     accepted: bool = True
+    in_place: bool = False  # source and target share slots
     last_token: int = -1
     fed: list[int] = field(default_factory=list)  # by position, prompt and decode steps
     returned: bool = False  # a kept prefix has come back to the prompt's layout
@@ -177,8 +179,9 @@ class FakeGroup:
         return [bundle for bundle in product(range(self.ranks), repeat=2) if bundle not in self._empty]  # type: ignore[misc]
 
     def _acquire(
-        self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool, cached: int = 0
-    ) -> None:
+        self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool, cached: int = 0,
+        but: frozenset[Slot] = frozenset(),
+    ) -> None:  # fmt: skip
         for bundle in product(range(self.ranks), repeat=2):
             slots = table.slots[bundle[0]][bundle[1]]
             if bundle in self._empty:
@@ -186,6 +189,8 @@ class FakeGroup:
             elif not (moving_only and bundle[0] == bundle[1]):
                 rank = holder(bundle, layout)  # type: ignore[arg-type]
                 for block, slot in enumerate(slots):
+                    if (rank, slot) in but:
+                        continue
                     assert 0 <= slot < self._slots[rank], "a slot outside the arena"
                     assert slot not in self.owner[rank], "a slot granted twice"
                     self.owner[rank][slot] = request, bundle, block  # type: ignore[assignment]
@@ -194,15 +199,27 @@ class FakeGroup:
                         if token is not None and block * BLOCK_TOKENS + row < cached:
                             self._cells[rank][slot, row] = token
 
-    def _release(self, table: BundleTable, layout: Layout, moving_only: bool) -> None:
+    def _release(
+        self, table: BundleTable, layout: Layout, moving_only: bool, but: frozenset[Slot] = frozenset()
+    ) -> None:
         for bundle in self._bundles():
             if not (moving_only and bundle[0] == bundle[1]):
                 rank = holder(bundle, layout)
                 for slot in table.slots[bundle[0]][bundle[1]]:
+                    if (rank, slot) in but:
+                        continue
                     del self.owner[rank][slot]
                     for row in range(BLOCK_TOKENS):
                         if (token := self._cells[rank].pop((slot, row), None)) is not None:
                             self._left[rank][slot, row] = token
+
+    def _moving_slots(self, table: BundleTable, layout: Layout) -> frozenset[Slot]:
+        return frozenset(
+            (holder(bundle, layout), slot)
+            for bundle in self._bundles()
+            if bundle[0] != bundle[1]
+            for slot in table.slots[bundle[0]][bundle[1]]
+        )
 
     def _write(self, request: FakeRequest, bundle: Bundle, position: int, token: int) -> None:
         slot = request.table.slots[bundle[0]][bundle[1]][position // BLOCK_TOKENS]
@@ -238,7 +255,9 @@ class FakeGroup:
         request = self.requests[command.request]
         assert request.target is None and command.to is not request.layout  # noqa: PT018
         stayed = request.command.cached_tokens // BLOCK_TOKENS * BLOCK_TOKENS if request.returned else 0
-        self._acquire(command.request, command.table, command.to, moving_only=True, cached=stayed)
+        shared = self._moving_slots(request.table, request.layout) if command.in_place else frozenset()
+        self._acquire(command.request, command.table, command.to, moving_only=True, cached=stayed, but=shared)
+        request.in_place = command.in_place
         for rank in range(self.ranks):
             assert command.table.slots[rank][rank] == request.table.slots[rank][rank], "(s, s) never moves"
         request.target, request.to = command.table, command.to
@@ -250,7 +269,8 @@ class FakeGroup:
     def _abandon(self, command: AbandonShift) -> None:
         request = self.requests[command.request]
         assert request.target is not None and request.to is not None  # noqa: PT018
-        self._release(request.target, request.to, moving_only=True)
+        stay = self._moving_slots(request.table, request.layout) if request.in_place else frozenset()
+        self._release(request.target, request.to, moving_only=True, but=stay)
         request.target = request.to = None
         request.void, request.moved = False, Counter()
 
@@ -271,8 +291,12 @@ class FakeGroup:
             return
         request.void = False
         request.returned, request.moved = returns, Counter()
-        self._release(request.table, request.layout, moving_only=True)
+        stay = self._moving_slots(request.target, command.to) if request.in_place else frozenset()
+        self._release(request.table, request.layout, moving_only=True, but=stay)
         request.table, request.layout, request.target = request.target, command.to, None
+        for bundle in self._bundles():
+            for block, slot in enumerate(request.table.slots[bundle[0]][bundle[1]]):
+                self.owner[holder(bundle, command.to)][slot] = command.request, bundle, block
         self._check_cells(request)
         for rank in self._all():
             self._report(ShiftCommitted(rank, command.request, command.to, 0.25, 0.125 * (rank + 1), 64, 0))
@@ -313,6 +337,15 @@ class FakeGroup:
                     arrivals += self._block_copies(request, bundle, block)
         return arrivals
 
+    def _check_swaps(self, moves: Sequence[Move]) -> None:
+        """In place, what comes to a slot and what leaves it move in one tick, when all of the prompt is written."""
+        for request_id in {move.request for move in moves if self.requests[move.request].in_place}:
+            request = self.requests[request_id]
+            mine = [move for move in moves if move.request == request_id]
+            assert len({(move.first_block, move.end_block) for move in mine}) == 1
+            assert sorted(move.stage for move in mine) == list(range(self.ranks))
+            assert request.written == [len(request.command.prompt)] * self.ranks
+
     def _block_copies(self, request: FakeRequest, bundle: Bundle, block: int) -> list[tuple[int, int, int]]:
         assert request.target is not None
         assert request.to is not None
@@ -341,6 +374,7 @@ class FakeGroup:
         assert stages[1:] == self._stages[:-1], "a chunk goes on by one stage each tick"
         self._stages = stages
         arrivals = [arrival for move in tick.moves for arrival in self._take_move(move)]
+        self._check_swaps(tick.moves)
         tokens: list[SampledToken] = []
         logits: list[LogitRows] = []
         scores: list[Scores] = []
