@@ -65,6 +65,7 @@ class WeightKeeper:
 
     ranks: int
     ways: Mapping[Layout, Migration] = field(default_factory=dict)  # the same groups, in the same order, both ways
+    source: WeightSource | None = None  # None: the fastest by what was measured
     stories: deque[MigrationStory] = field(default_factory=lambda: deque(maxlen=STORIES))
     _at: list[Layout] = field(init=False)  # by group
     _asked: dict[Layout, set[Rank]] = field(default_factory=dict)  # ranks that have not answered yet
@@ -207,6 +208,8 @@ class WeightKeeper:
 
     def _source(self) -> WeightSource:
         """The fastest by what was measured; each is tried once, the peer first."""
+        if self.source is not None:
+            return self.source
         under_way = {group.command.source for group in self._under_way}
         for source in WeightSource:
             if source not in self._speeds and source not in under_way:

@@ -52,9 +52,9 @@ class MovingParts:
                 raise ProtocolError(f"layer {layer} cannot migrate to where the {command.to} layout needs it")
         moves = transfers(self._placement, command.layers, command.to)
         received = self._exchange(moves) if command.source is WeightSource.PEER else self._read(moves)
-        self._store.settle()
         self._at.update(dict.fromkeys(command.layers, command.to))
         self._away = self._find_away()
+        self._store.settle(all_there=not self._away[command.to])
         return WeightsMigrated(self._rank, command.to, command.layers, time.monotonic() - started, received)
 
     def _exchange(self, moves: Sequence[PartTransfer]) -> int:

@@ -44,8 +44,8 @@ class PartStore(Protocol):
     def sent(self, byte_count: int) -> None:
         """What was taken, so many bytes, has left and is freed."""
 
-    def settle(self) -> None:
-        """A group of layers is where it belongs: give freed memory back."""
+    def settle(self, *, all_there: bool) -> None:
+        """A group of layers is where it belongs, the last one where `all_there`: give freed memory back."""
 
 
 class DenseStore:
@@ -95,8 +95,9 @@ class DenseStore:
     def sent(self, byte_count: int) -> None:
         self._ledger.track(STAGING, -byte_count)
 
-    def settle(self) -> None:
-        return_freed_memory()
+    def settle(self, *, all_there: bool) -> None:
+        if all_there:  # until then the next group takes what this one left; a look at all of it takes milliseconds
+            return_freed_memory()
 
     def byte_count(self, layer: int, part: int) -> int:
         elements = sum(height * width for height, width in self._shapes(layer, part).values())

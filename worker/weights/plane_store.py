@@ -76,7 +76,7 @@ class PlaneStore:
     def sent(self, byte_count: int) -> None:
         self._ledger.track(STAGING, -byte_count)
 
-    def settle(self) -> None:
+    def settle(self, *, all_there: bool) -> None:
         """Wait for the device: what it took is to be told, and what was sent may be freed."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
