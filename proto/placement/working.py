@@ -132,13 +132,12 @@ def _gpu_chunk_bytes(
     attention = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]
-        query, kv = sum(len(part.query) for part in parts), sum(len(part.kv) for part in parts)
         seen = _seen_positions(facts, rows, case)
-        copies = 1 + (sum(1 for part in parts if len(part.kv)) > 1)
-        gathered = copies * seen * kv * (facts.key_width + facts.value_width) * 2
-        widest = max(len(part.kv) for part in parts) * max(facts.key_width, facts.value_width)
-        results = rows * query * (2 * 2 * facts.value_width + 4 * 4)  # of the past and the chunk, and their sums' logs
-        attention = max(attention, gathered + seen * widest * 2 + results)
+        for part in parts:  # one at a time
+            gathered = seen * len(part.kv) * (facts.key_width + facts.value_width) * 2
+            on_the_way = seen * len(part.kv) * max(facts.key_width, facts.value_width) * 2
+            results = rows * len(part.query) * (2 * 2 * facts.value_width + 4 * 4)  # past, chunk, their sums' logs
+            attention = max(attention, gathered + on_the_way + results)
     return 2 * 4 * rows * spec.hidden + attention
 
 
@@ -184,17 +183,15 @@ def _fused(spec: ModelSpec, kv_format: KvFormat) -> bool:
 def _fused_attention_bytes(
     facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase, hidden: int
 ) -> int:
-    """Projections, queries and results in bf16 of all parts; keys and values gathered, those of more parts joined."""
+    """Projections, queries and results in bf16 of all parts; one part's keys and values gathered."""
     query = sum(len(part.query) for part in parts)
     kv = sum(len(part.kv) for part in parts)
     projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * 2
     queries_and_results = rows * query * (facts.key_width + 2 * facts.value_width) * 2
-    seen = _seen_positions(facts, rows, case)
-    copies = 1 + (sum(1 for part in parts if len(part.kv)) > 1)
-    gathered = copies * seen * kv * (facts.key_width + facts.value_width) * 2
-    # One part's keys on their way, where slots are scattered.
-    widest = max(len(part.kv) for part in parts) * max(facts.key_width, facts.value_width)
-    return projected + queries_and_results + gathered + seen * widest * 2 + rows * hidden * 2
+    # On the way keys or values are there once more, where slots are scattered.
+    widths = facts.key_width + facts.value_width + max(facts.key_width, facts.value_width)
+    gathered = _seen_positions(facts, rows, case) * max(len(part.kv) for part in parts) * widths * 2
+    return projected + queries_and_results + gathered + rows * hidden * 2
 
 
 def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:

@@ -1,5 +1,9 @@
-"""GPU kernels without a GPU: right in Triton's interpreter, and compiled for the cards that we support."""
+"""GPU kernels without a GPU: right in Triton's interpreter, and compiled for the cards that we support.
 
+`make check-kernels` puts Triton and NVRTC beside the CPU build of torch for this, and nothing may be skipped there.
+"""
+
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch; `pip install triton` runs this test")
+if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1":
+    pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch; `make check-kernels` runs these")
 
 CARDS = (80, 86, 89, 90, 120)
 MOST_SHARED_BYTES = 99 << 10  # what a block may have on consumer cards
@@ -63,6 +68,34 @@ print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for 
 """
 
 
+COMPILE_CUDA = """
+import ctypes, sys
+from importlib.util import find_spec
+from pathlib import Path
+from gearshift.worker.kernels import batch_source
+from gearshift.worker.kernels.quant_planes import FORMATS
+
+folders = [Path(folder) for folder in find_spec("nvidia").submodule_search_locations]
+nvrtc = ctypes.CDLL(str(next(file for folder in folders for file in folder.glob("**/libnvrtc.so.*"))))
+card = sys.argv[1]
+for form in FORMATS.values():
+    for tile in ((1, 2), (2, 2)):
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        text = batch_source.source(form, tile[0], 2, tile[1]).encode()
+        assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"batch.cu", 0, None, None) == 0
+        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{card}".encode())
+        failed = nvrtc.nvrtcCompileProgram(program, 1, options)
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        assert not failed, log.value.decode()
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        assert size.value > 1000, size.value
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        print(batch_source.shared_bytes(tile[0], 2))
+"""
+
+
 def run(arguments: list[str], **variables: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -85,3 +118,12 @@ def test_kernels_compile_for_a_card_within_its_shared_memory(card: int, tmp_path
     script = tmp_path / "compile_kernels.py"  # Triton reads sources: none from -c
     script.write_text(COMPILE)
     assert int(run([str(script), str(card)])) <= MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_cuda_kernels_compile_for_a_card_within_its_shared_memory(card: int, tmp_path: Path) -> None:
+    if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and importlib.util.find_spec("nvidia") is None:
+        pytest.skip("NVRTC comes with the CUDA build of torch; `make check-kernels` runs this")
+    script = tmp_path / "compile_cuda.py"
+    script.write_text(COMPILE_CUDA)
+    assert max(map(int, run([str(script), str(card)]).split())) <= MOST_SHARED_BYTES

@@ -206,3 +206,8 @@ def source(form: PlaneFormat, tiles: int, rows_of_eight: int, blocks: int) -> st
         "MT": tiles, "NT": rows_of_eight, "BLOCKS": blocks,
     }  # fmt: skip
     return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + SOURCE
+
+
+def shared_bytes(tiles: int, rows_of_eight: int) -> int:
+    """Of a block: every warp's share of its results."""
+    return 4 * WARPS * (16 * tiles) * (8 * rows_of_eight + 1)

@@ -67,9 +67,9 @@ class QuantMatrix:
         return self.lead + self.columns + self.tail
 
     @property
-    def all_planes(self) -> bool:
-        """Whether `multiply_quantized` can serve."""
-        return not (self.lead or self.tail) and all(isinstance(piece, Planes) for piece in self.pieces)
+    def whole_blocks(self) -> bool:
+        """Whether `multiply_quantized` can serve: no columns are held but the owned ones."""
+        return not (self.lead or self.tail)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         """f32 for few rows, bf16 for many."""
@@ -92,12 +92,15 @@ class QuantMatrix:
         return out
 
     def multiply_quantized(self, x: QuantizedRows, out: Tensor) -> None:
-        """out [B, rows] f32; only where `all_planes`."""
+        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say them."""
         first = 0
         for piece in self.pieces:
-            assert isinstance(piece, Planes)
-            quant_ops.multiply(piece, x, out[:, first : first + piece.rows])
-            first += piece.rows
+            columns = out[:, first : first + _rows(piece)]
+            if isinstance(piece, Planes):
+                quant_ops.multiply(piece, x, columns)
+            else:
+                columns.copy_(functional.linear(x.expanded(piece.dtype), piece))
+            first += _rows(piece)
 
     def padded(self, x_TC: Tensor) -> Tensor:
         """Zeros beside the owned columns."""

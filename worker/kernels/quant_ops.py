@@ -43,6 +43,10 @@ class QuantizedRows:
         codes = torch.zeros((rows, columns), dtype=torch.int8, device=device)
         return cls(codes, floats(columns // 32), floats(columns // 16), floats(columns // 32), by_group(), by_group())
 
+    def expanded(self, dtype: torch.dtype) -> Tensor:
+        """[B, K] of a float type, for matrices that are not quantised."""
+        return (self.codes.unflatten(1, (-1, 32)) * self.scales[..., None]).flatten(1).to(dtype)
+
 
 def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
     """Int8 of rows of activations; K a multiple of 32."""

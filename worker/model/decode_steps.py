@@ -43,7 +43,7 @@ def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     if not decoder.fused or spec.logit_softcap:
         return False
     head = decoder.weights.head
-    if not isinstance(head, QuantMatrix) or not head.all_planes or not head.rows:
+    if not isinstance(head, QuantMatrix) or not head.whole_blocks or not head.rows:
         return False
     return all(
         _can_step(layer.own, facts.query_heads // facts.kv_heads) and layer.attention_output_bias is None
@@ -54,7 +54,7 @@ def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
 def _can_step(part: PartWeights, group: int) -> bool:
     matrices = (part.qkv, part.attention_output, part.gate_up, part.down)
     return (
-        all(isinstance(matrix, QuantMatrix) and matrix.all_planes for matrix in matrices)
+        all(isinstance(matrix, QuantMatrix) and matrix.whole_blocks for matrix in matrices)
         and part.query_heads > 0
         and part.feed_forward > 0
         and part.feed_forward % 32 == 0

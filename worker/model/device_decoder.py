@@ -201,41 +201,39 @@ class DeviceDecoder(Decoder):
         self, query_TQW: Tensor, parts: Sequence[PartWeights], layer: int, segments: Sequence[Segment],
         attended: Tensor,
     ) -> Tensor:
-        """Each request's queries over its cached keys and values, to `attended`, which is returned."""
-        facts = self._spec.layers[layer]
-        stage = self._stage_of_layer[layer]
-        window, scale = facts.sliding_window, self._spec.attention_scale
-        kv_heads = sum(part.kv_heads for part in parts)
-        group = facts.query_heads // facts.kv_heads
-        even = all(part.kv_head_of_query == _groups(part.kv_heads, group) for part in parts)
+        """Each request's queries over its cached keys and values, to `attended`, which is returned.
+
+        One part at a time: no more is gathered at once than one part's keys and values.
+        """
         for segment in segments:
-            span = slice(segment.first_row, segment.first_row + segment.rows)
-            length = segment.start + segment.rows
-            first = max(0, segment.start + 1 - window) if window else 0
-            read = [
-                self._kv.read((stage, p.part), layer, segment.state.slots[stage, p.part], first, length) for p in parts
-            ]
-            if even and segment.rows > 1 and (not window or length <= window):
-                key_HLW = read[0][0] if len(read) == 1 else torch.cat([key for key, _ in read])
-                value_HLW = read[0][1] if len(read) == 1 else torch.cat([value for _, value in read])
-                if deep_attention.suits(self._device, segment.rows, segment.start):
-                    deep_attention.attend_in_two(query_TQW[span], key_HLW, value_HLW, scale, attended[span])
-                    continue
-                result = functional.scaled_dot_product_attention(
-                    query_TQW[span].transpose(0, 1)[None], key_HLW[None], value_HLW[None],
-                    attn_mask=causal_lower_right(segment.rows, length), scale=scale,
-                    enable_gqa=kv_heads != query_TQW.shape[1],
-                )  # fmt: skip
-                attended[span] = result[0].transpose(0, 1)
-                continue
-            head = 0
-            for part, (key_HLW, value_HLW) in zip(parts, read, strict=True):
+            span, head = slice(segment.first_row, segment.first_row + segment.rows), 0
+            for part in parts:
                 heads = slice(head, head + part.query_heads)
-                attended[span, heads] = attend(
-                    query_TQW[span, heads], key_HLW, value_HLW, part.kv_head_of_query, scale, window, self._dtype
-                )
+                self._attend_part(query_TQW[span, heads], part, layer, segment, attended[span, heads])
                 head += part.query_heads
         return attended
+
+    def _attend_part(
+        self, query_TQW: Tensor, part: PartWeights, layer: int, segment: Segment, attended: Tensor
+    ) -> None:
+        facts, scale = self._spec.layers[layer], self._spec.attention_scale
+        window, length = facts.sliding_window, segment.start + segment.rows
+        first = max(0, segment.start + 1 - window) if window else 0
+        bundle = (self._stage_of_layer[layer], part.part)
+        key_HLW, value_HLW = self._kv.read(bundle, layer, segment.state.slots[bundle], first, length)
+        even = part.kv_head_of_query == _groups(part.kv_heads, facts.query_heads // facts.kv_heads)
+        if not even or segment.rows == 1 or (window and length > window):
+            how = (part.kv_head_of_query, scale, window, self._dtype)
+            attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
+        elif deep_attention.suits(self._device, segment.rows, segment.start):
+            deep_attention.attend_in_two(query_TQW, key_HLW, value_HLW, scale, attended)
+        else:
+            result = functional.scaled_dot_product_attention(
+                query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],
+                attn_mask=causal_lower_right(segment.rows, length), scale=scale,
+                enable_gqa=part.kv_heads != part.query_heads,
+            )  # fmt: skip
+            attended.copy_(result[0].transpose(0, 1))
 
     def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
         """All parts' columns of the feed-forward block: [T, D]."""
