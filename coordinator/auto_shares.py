@@ -115,19 +115,43 @@ def _in_steps(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(step / SHARE_STEPS for step in steps)
 
 
-def choose_shares(layer_seconds: Sequence[Seconds], paces: Sequence[PartPace]) -> AutoShares:
-    """Shares that are worth it: equal ones (None) where the unequal would gain less than noise may feign."""
-    ranks, layers = len(layer_seconds), len(layer_seconds[0])
-    lengths, equal_lengths = stage_lengths(layer_seconds), equal_stages(layers, ranks)
-    parts, equal_parts = part_shares(paces), (1 / ranks,) * ranks
-    gains = {
-        "layers": slowest_stage(layer_seconds, equal_lengths) / slowest_stage(layer_seconds, lengths),
-        "parts": slowest_part(paces, equal_parts) / slowest_part(paces, parts),
-    }
-    return AutoShares(
-        layers=lengths if gains["layers"] > 1 + WORTH_IT else None,
-        parts=parts if gains["parts"] > 1 + WORTH_IT else None,
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Shares that were tried, and the seconds that a step's parts then took, by rank."""
+
+    shares: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def slowest(self) -> float:
+        return max(self.seconds)
+
+
+def next_shares(looks: Sequence[Look]) -> tuple[float, ...]:
+    """What to try after these: parts by speed alone, then by speed and what does not depend on their size."""
+    before, last = looks[max(0, len(looks) - 2)], looks[-1]
+    return part_shares(
+        [
+            PartPace.through(
+                (before.shares[rank], before.seconds[rank]), (last.shares[rank], last.seconds[rank])
+            )
+            for rank in range(len(last.shares))
+        ]
     )
+
+
+def choose_layers(layer_seconds: Sequence[Seconds]) -> tuple[int, ...] | None:
+    """Stages of equal time; None, equal ones, where the unequal would gain no more than noise may feign."""
+    equal = equal_stages(len(layer_seconds[0]), len(layer_seconds))
+    lengths = stage_lengths(layer_seconds)
+    gain = slowest_stage(layer_seconds, equal) / slowest_stage(layer_seconds, lengths)
+    return lengths if gain > 1 + WORTH_IT else None
+
+
+def choose_parts(looks: Sequence[Look]) -> tuple[float, ...] | None:
+    """Of what was tried the quickest, the first look being at equal shares: None, those, where that gains little."""
+    best = min(looks, key=lambda look: look.slowest)
+    return best.shares if looks[0].slowest / best.slowest > 1 + WORTH_IT else None
 
 
 def suggested_lengths(costs: LayerSeconds, layers: int) -> tuple[tuple[float, ...], tuple[int, ...]] | None:

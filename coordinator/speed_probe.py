@@ -8,7 +8,7 @@ from ..proto.commands import UnloadModel
 from ..proto.model import ModelSpec
 from ..proto.placement.cuts import place
 from ..proto.reports import CostsMeasured, Hello, KindSeconds
-from .auto_shares import AutoShares, PartPace, choose_shares, part_shares
+from .auto_shares import AutoShares, Look, choose_layers, choose_parts, next_shares
 from .cluster import Group
 from .cost_measuring import MeasuringPlan
 from .driver import Driver, DriverSettings
@@ -17,6 +17,8 @@ from .sample_model import SampleModel, sample_model
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 STEP_DEPTH = 64  # cached tokens of the decode step that is timed
 STEP_ROOM = 64
+FURTHER_LOOKS = 2  # at other shares of the parts
+NEAR = 0.015  # shares that differ by less are not tried apart
 REPEATS = 5  # the least of them counts: what else runs on a machine only ever adds time
 
 
@@ -45,8 +47,8 @@ def _kind_of(device: str) -> str:
 def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> ProbedShares:
     """Load some layers of the model on all ranks, time them, and give them up again. With no model loaded.
 
-    Parts are timed twice, at equal shares and at those that seem right then: some of a part's time does not depend on
-    its size. `settings`: device and types as the model will be loaded with.
+    Parts are timed at equal shares, at those that suit the speeds, and once more: some of a part's time does not depend
+    on its size. `settings`: device and types as the model will be loaded with.
     """
     sample = sample_model(spec, group.ranks)
     chunk = min(CHUNK_TOKENS["cpu" if settings.device == "cpu" else "cuda"], settings.max_chunk_tokens)
@@ -55,19 +57,23 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
     equal = (1 / group.ranks,) * group.ranks
     first = _timed(group, sample, small, equal, MeasuringPlan(((0, chunk),), steps=steps))
     layer_seconds = [one.layer_seconds() for one in first]
-    step_seconds = [one.step_seconds() for one in first]
-    paces = [PartPace.through((1 / group.ranks, seconds)) for seconds in step_seconds]
-    if (shares := part_shares(paces)) != equal and min(shares) > 0:
-        second = _timed(group, sample, small, shares, MeasuringPlan((), steps=steps))
-        paces = [
-            PartPace.through((1 / group.ranks, before), (share, after.step_seconds()))
-            for share, before, after in zip(shares, step_seconds, second, strict=True)
-        ]
+    looks = [Look(equal, tuple(one.step_seconds() for one in first))]
+    for _ in range(FURTHER_LOOKS):
+        shares = next_shares(looks)
+        # A rank without any part cannot be timed, and noise may say that it should have none.
+        if min(shares) <= 0 or any(_are_near(shares, look.shares) for look in looks):
+            break
+        timed = _timed(group, sample, small, shares, MeasuringPlan((), steps=steps))
+        looks.append(Look(shares, tuple(one.step_seconds() for one in timed)))
     return ProbedShares(
-        shares=choose_shares(layer_seconds, paces),
+        shares=AutoShares(choose_layers(layer_seconds), choose_parts(looks)),
         reading=_speeds([sum(seconds) for seconds in layer_seconds]),
-        writing=_speeds(step_seconds),
+        writing=_speeds(looks[0].seconds),
     )
+
+
+def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
+    return max(abs(mine - theirs) for mine, theirs in zip(one, other, strict=True)) < NEAR
 
 
 def _speeds(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.auto_shares import (
-    AutoShares,
+    Look,
     PartPace,
-    choose_shares,
+    choose_layers,
+    choose_parts,
     equal_stages,
+    next_shares,
     part_shares,
     slowest_part,
     slowest_stage,
@@ -100,18 +102,35 @@ def test_a_part_pace_goes_through_two_measured_points_where_they_make_sense() ->
     assert PartPace.through((0.5, 3.0), (0.49, 2.0)) == PartPace(0.0, 2.0 / 0.49)  # too close to tell
 
 
+def looked(paces: list[PartPace], *tried: tuple[float, ...]) -> list[Look]:
+    return [
+        Look(shares, tuple(pace.seconds(share) for pace, share in zip(paces, shares, strict=True)))
+        for shares in tried
+    ]
+
+
 @pytest.mark.parametrize("noise", [1.0, 0.99, 1.015])
 def test_ranks_that_differ_by_noise_keep_equal_shares(noise: float) -> None:
-    layer_seconds = [[1.0] * 30, [noise] * 30]
-    assert choose_shares(layer_seconds, [PartPace(0, 1), PartPace(0, noise)]) == AutoShares()
+    assert choose_layers([[1.0] * 30, [noise] * 30]) is None
+    assert choose_parts(looked([PartPace(0, 1), PartPace(0, noise)], (0.5, 0.5), (0.51, 0.49))) is None
 
 
-def test_layers_and_parts_are_chosen_apart() -> None:
-    layer_seconds = [[1.0] * 30, [2.0] * 30]
-    alike = [PartPace(0, 1), PartPace(0, 1)]
-    assert choose_shares(layer_seconds, alike) == AutoShares(layers=(20, 10))
-    unlike = [PartPace(0, 1), PartPace(0, 3)]
-    assert choose_shares([[1.0] * 30] * 2, unlike) == AutoShares(parts=(0.75, 0.25))
+def test_layers_and_parts_follow_what_was_measured() -> None:
+    assert choose_layers([[1.0] * 30, [2.0] * 30]) == (20, 10)
+    assert choose_parts(looked([PartPace(0, 1), PartPace(0, 3)], (0.5, 0.5), (0.75, 0.25))) == (0.75, 0.25)
+
+
+def test_the_second_look_is_at_speeds_alone_and_the_third_at_what_two_looks_say() -> None:
+    paces = [PartPace(0.1, 1.0), PartPace(0.2, 2.0)]
+    first = looked(paces, (0.5, 0.5))
+    assert next_shares(first) == (0.67, 0.33)
+    assert next_shares(looked(paces, (0.5, 0.5), (0.67, 0.33))) == (0.7, 0.3)
+
+
+def test_shares_that_were_tried_and_turned_out_slower_are_not_taken() -> None:
+    good = Look((0.67, 0.33), (0.7, 0.7))
+    wild = Look((0.98, 0.02), (1.0, 0.1))
+    assert choose_parts([Look((0.5, 0.5), (0.5, 1.0)), good, wild]) == good.shares
 
 
 @pytest.mark.parametrize(("layers", "ranks"), [(30, 2), (31, 2), (10, 4), (3, 4), (7, 3)])

@@ -32,18 +32,22 @@ FAULTS = (
 
 
 @contextmanager
-def faulty_group(folder: Path, faults: str, tick_timeout_seconds: float = 60.0) -> Iterator[Driver]:
+def faulty_group(
+    folder: Path, faults: str, tick_timeout_seconds: float = 60.0, *, shift_in_place: bool = False,
+    migrating_layers: frozenset[int] = frozenset(),
+) -> Iterator[Driver]:  # fmt: skip
     """Two workers with faults, which are started again once."""
     path = build_model(folder / "model.gguf", arch="llama", layers=4, heads=4, kv_heads=4, vocab=192)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     settings = DriverSettings(
-        CONTEXT, CONTEXT, compute_type=ComputeType.F32, tick_timeout_seconds=tick_timeout_seconds
-    )
+        CONTEXT, CONTEXT, compute_type=ComputeType.F32, tick_timeout_seconds=tick_timeout_seconds,
+        shift_in_place=shift_in_place,
+    )  # fmt: skip
     start = partial(local_cluster, workers=2, device="cpu", threads_per_worker=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GEARSHIFT_FAULT", faults)
         with RestartingGroup(start, most=1) as group:
-            driver = Driver(group, spec, place(spec, 2), settings)
+            driver = Driver(group, spec, place(spec, 2, migrating_layers=migrating_layers), settings)
             driver.load()
             driver.restart_by(group.regroup)
             yield driver
@@ -124,3 +128,30 @@ def test_f27_a_rank_that_hangs_in_a_tick_is_lost_and_the_answer_goes_on(tmp_path
         assert "no progress" in (hung.warning or "")
         assert re.search(r"ranks? 0", hung.warning or "")  # its peers wait for it in a collective
         assert ids(run(driver, Layout.LAYER, Layout.TENSOR)) == ids(hung)
+
+
+@pytest.mark.slow
+def test_f27_a_shift_in_place_sends_damaged_bytes_again_and_a_link_that_goes_on_so_is_lost(tmp_path: Path) -> None:
+    faults = "corrupt rank=0 shift=2; corrupt rank=1 shift=3 times=always"
+    with faulty_group(tmp_path, faults, shift_in_place=True) as driver:
+        whole = run(driver, Layout.LAYER, Layout.TENSOR)
+        mended = run(driver, Layout.LAYER, Layout.TENSOR)
+        lost = run(driver, Layout.LAYER, Layout.TENSOR)
+        for result in (whole, mended, lost):
+            assert result.shift is not None
+            assert result.shift.hashes_equal is True
+            assert ids(result) == ids(whole)
+        assert [result.restarts for result in (whole, mended, lost)] == [0, 0, 1]
+        assert "arrived damaged 3 times" in (lost.warning or "")
+
+
+@pytest.mark.slow
+def test_f27_a_rank_lost_with_its_weights_away_from_home_is_started_again_with_them_there(tmp_path: Path) -> None:
+    migrating = frozenset({0, 1, 3})
+    with faulty_group(tmp_path, "die rank=1 tick=6", migrating_layers=migrating) as driver:
+        lost = run(driver, Layout.LAYER, Layout.TENSOR)
+        assert lost.restarts == 1
+        again = run(driver, Layout.LAYER, Layout.TENSOR)
+        assert again.shift is not None
+        assert again.shift.weight_bytes > 0
+        assert ids(again) == ids(lost)

@@ -151,7 +151,7 @@ class DeviceDecoder(Decoder):
         parts = [part for part in parts if part.query_heads]
         rows, width = normed_TD.shape[0], facts.key_width
         if not parts:
-            return torch.zeros_like(normed_TD)
+            return _no_part(normed_TD)
         projected_TC = _stacked(normed_TD, [part.qkv for part in parts])
         query_TQW = torch.empty(
             (rows, sum(part.query_heads for part in parts), width), dtype=self._dtype, device=self._device
@@ -239,7 +239,7 @@ class DeviceDecoder(Decoder):
         """All parts' columns of the feed-forward block: [T, D]."""
         parts = [part for part in parts if part.feed_forward]
         if not parts:
-            return torch.zeros_like(normed_TD)
+            return _no_part(normed_TD)
         both_TF = _stacked(normed_TD, [part.gate_up for part in parts])
         width = sum(part.feed_forward for part in parts)
         inner_TF = torch.empty((normed_TD.shape[0], width), dtype=self._dtype, device=self._device)
@@ -274,6 +274,12 @@ def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
         return quant_matrix.multiply_stacked(x_TC, quantised)
     products = [matrix(x_TC) for matrix in quantised]
     return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _no_part(normed_TD: Tensor) -> Tensor:
+    """What a rank without a part adds to the sum: zeros in the type that the others' products have (`_side_by_side`)."""
+    few = normed_TD.shape[0] <= FEW_ROWS
+    return torch.zeros_like(normed_TD, dtype=torch.float32 if few else torch.bfloat16)
 
 
 def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
