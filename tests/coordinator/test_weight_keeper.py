@@ -92,16 +92,17 @@ def test_without_a_change_of_layout_nothing_moves() -> None:
     st.integers(2, 4),
     st.integers(0, 10**6),
     st.lists(
-        st.tuples(st.integers(1, 90), st.integers(1, 9), st.sampled_from(Layout), st.sampled_from(Layout)),
+        st.tuples(st.integers(1, 300), st.integers(1, 9), st.sampled_from(Layout), st.sampled_from(Layout)),
         min_size=1, max_size=7,
     ),
+    st.booleans(),
     st.booleans(),
 )  # fmt: skip
 @settings(max_examples=80, deadline=None)
 def test_any_mix_of_requests_is_answered_and_each_moves_the_weights_twice_at_most(
-    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], together: bool
+    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], together: bool, in_place: bool
 ) -> None:
-    run = new_migrating_run(ranks, seed=seed)
+    run = new_migrating_run(ranks, seed=seed, in_place=in_place)
     for index, (length, count, prefill, decode) in enumerate(requests):
         run.scheduler.submit(plan(index, asked(length, count, prefill, decode), ranks))
         if not together:
@@ -119,7 +120,7 @@ def test_any_mix_of_requests_is_answered_and_each_moves_the_weights_twice_at_mos
     st.integers(2, 3),
     st.integers(0, 10**6),
     st.lists(
-        st.tuples(st.integers(1, 90), st.integers(1, 9), st.sampled_from(Layout), st.sampled_from(Layout)),
+        st.tuples(st.integers(1, 300), st.integers(1, 9), st.sampled_from(Layout), st.sampled_from(Layout)),
         min_size=1, max_size=4,
     ),
     st.dictionaries(st.integers(0, 3), st.integers(1, 2), min_size=1),

@@ -106,10 +106,14 @@ class MigratingRun(Run):
             self.send()
 
 
-def new_migrating_run(ranks: int, *, seed: int = 0, declined: frozenset[Layout] = frozenset()) -> MigratingRun:
-    one = slots_needed(-(-CONTEXT // 64), ranks, frozenset(), [(LAYER, TENSOR), (TENSOR, LAYER)])
-    slots = tuple(4 * count for count in one)
+def new_migrating_run(
+    ranks: int, *, seed: int = 0, declined: frozenset[Layout] = frozenset(), in_place: bool = False
+) -> MigratingRun:
+    """`in_place`: slots for the keys and values of two requests in one layout, so that shifts are made in place."""
+    journeys = [(LAYER, TENSOR), (TENSOR, LAYER)]
+    one = slots_needed(-(-CONTEXT // 64), ranks, frozenset(), journeys, in_place=in_place)
+    slots = tuple((2 if in_place else 4) * count for count in one)
     pool = SlotPool(slots)
-    scheduler = Scheduler(SchedulerSettings(ranks), pool)
+    scheduler = Scheduler(SchedulerSettings(ranks, shift_in_place=in_place, swap_blocks=1), pool)
     scheduler.weights = WeightKeeper(ranks, ways_of(ranks))
     return MigratingRun(scheduler, MigratingGroup(ranks, slots, Random(seed), declined), pool)
