@@ -1,6 +1,6 @@
 """Searches the chunk list of least time for one prompt: closed forms as starts, then a descent on exact times. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import TypeAlias
 
@@ -32,26 +32,28 @@ def best_chunks(task: Task) -> tuple[Chunks, float]:
         if prices[best] < inf:
             return _real(every[best]), float(prices[best])
     descents = THOROUGH_DESCENTS if task.short else 1
-    starts = equal_starts(task)
+    kinds = [equal_starts(task)]
     if not _stages_are_equal(task):
-        starts = together([starts, ramps(task), few_chunks(task)])
-    return _best_descent(task, starts, descents)
+        kinds += [ramps(task), few_chunks(task)]
+    return _best_descent(task, kinds, descents)
 
 
 def _price_and_count(found: Found) -> tuple[float, int]:
     return found[1], len(found[0])
 
 
-def _best_descent(task: Task, starts: Lists, descents: int) -> Found:
-    """Descend from the best starts, each of another count of chunks."""
-    prices = task.prices(starts)
-    counts = (starts > 0).sum(axis=1)
+def _best_descent(task: Task, kinds: Sequence[Lists], descents: int) -> Found:
+    """Descend from the best starts, each of another count of chunks. Kinds differ in width: each is priced alone."""
+    prices = np.concatenate([task.prices(lists) for lists in kinds])
+    counts = np.concatenate([(lists > 0).sum(axis=1) for lists in kinds])
+    starts = [row for lists in kinds for row in lists]
     found: list[Found] = []
-    while len(found) < descents and len(starts):
+    while len(found) < descents:
         best = int(prices.argmin())
         found.append(_descended(task, starts[best], float(prices[best])))
-        others = counts != counts[best]
-        starts, prices, counts = starts[others], prices[others], counts[others]
+        prices = np.where(counts == counts[best], inf, prices)
+        if prices.min() == inf:
+            break
     return min(found, key=_price_and_count)
 
 
