@@ -243,9 +243,6 @@ class Driver:
                 on_part(words)
             rounds = [self._measured(command) for _ in range(plan.rounds)]
             answers.append(tuple(best(reports) for reports in zip(*rounds, strict=True)))
-        if self._placement.migrating:  # there and back: what it takes is known before the first request
-            self.bring_weights(Layout.TENSOR)
-            self.bring_weights(Layout.LAYER)
         by_rank = tuple(joined(reports) for reports in zip(*answers, strict=True))
         found = Measurement(plan, self._placement, by_rank, self._shift_bytes(), self._spec.hidden)
         self.use_costs(found.costs)
@@ -266,6 +263,15 @@ class Driver:
     def weights(self) -> WeightKeeper:
         """Where migrating weights lie, what moving them has taken and will take."""
         return self._scheduler.weights
+
+    def time_migration(self) -> None:
+        """Move the weights there and back, so that sources and prices are known before the first request. After `load`.
+
+        Raises `DoesNotFitError` where a rank declines: the weights are where they were.
+        """
+        if self._placement.migrating:
+            self.bring_weights(Layout.TENSOR)
+            self.bring_weights(Layout.LAYER)
 
     def bring_weights(self, to: Layout) -> None:
         """With no request open: wait until weights lie where `to` needs them. `DoesNotFitError`: a rank declined."""

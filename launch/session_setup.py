@@ -162,6 +162,8 @@ def open_session(
             costs = settle_costs(driver, cluster.now, placement, loaded, settings)
             _tell_differences(driver, cluster.hellos, settings, device_kind)
         driver.restart_by(cluster.regroup)
+        if layouts.prefill is None or layouts.prefill is not layouts.decode:
+            _time_migration(driver)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
         yield Session(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
@@ -189,6 +191,17 @@ def _tell_differences(
         return
     if (told := told_differences(driver.costs, hellos, len(driver.spec.layers))) is not None:
         note(told)
+
+
+def _time_migration(driver: Driver) -> None:
+    try:
+        driver.time_migration()
+    except DoesNotFitError as error:
+        warn(f"{error}: requests stay in the layout they are read in")
+        return
+    for story in list(driver.weights.stories)[-2:]:
+        moved = f"{story.received_bytes / 2**20:,.0f} MiB in {1e3 * story.seconds:.0f} ms"
+        note(f"weights to the {story.to} layout: {moved}")
 
 
 def _tell_fit(fit: Fit) -> None:

@@ -277,7 +277,7 @@ def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
 
 
 def _no_part(normed_TD: Tensor) -> Tensor:
-    """What a rank without a part adds to the sum: zeros in the type that the others' products have (`_side_by_side`)."""
+    """What a rank without a part adds to the sum: zeros in the type of the others' products (`_side_by_side`)."""
     few = normed_TD.shape[0] <= FEW_ROWS
     return torch.zeros_like(normed_TD, dtype=torch.float32 if few else torch.bfloat16)
 
