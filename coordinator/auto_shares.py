@@ -130,14 +130,12 @@ class Look:
 def next_shares(looks: Sequence[Look]) -> tuple[float, ...]:
     """What to try after these: parts by speed alone, then by speed and what does not depend on their size."""
     before, last = looks[max(0, len(looks) - 2)], looks[-1]
-    return part_shares(
-        [
-            PartPace.through(
-                (before.shares[rank], before.seconds[rank]), (last.shares[rank], last.seconds[rank])
-            )
-            for rank in range(len(last.shares))
-        ]
-    )
+    points = zip(before.shares, before.seconds, last.shares, last.seconds, strict=True)
+    shares = part_shares([PartPace.through((s0, t0), (s1, t1)) for s0, t0, s1, t1 in points])
+    # A rank without any part could not be timed, and noise may say that it should have none.
+    tried = [max(share, 1 / SHARE_STEPS) for share in shares]
+    tried[shares.index(max(shares))] -= sum(tried) - 1
+    return tuple(round(share, 2) for share in tried)
 
 
 def choose_layers(layer_seconds: Sequence[Seconds]) -> tuple[int, ...] | None:

@@ -60,8 +60,7 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
     looks = [Look(equal, tuple(one.step_seconds() for one in first))]
     for _ in range(FURTHER_LOOKS):
         shares = next_shares(looks)
-        # A rank without any part cannot be timed, and noise may say that it should have none.
-        if min(shares) <= 0 or any(_are_near(shares, look.shares) for look in looks):
+        if any(_are_near(shares, look.shares) for look in looks):
             break
         timed = _timed(group, sample, small, shares, MeasuringPlan((), steps=steps))
         looks.append(Look(shares, tuple(one.step_seconds() for one in timed)))

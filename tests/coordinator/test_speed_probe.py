@@ -10,6 +10,7 @@ from gearshift.coordinator.speed_probe import alike, probe_shares
 from gearshift.proto.commands import AnyCommand, LoadModel, MeasureCosts, UnloadModel
 from gearshift.proto.ids import ComputeType, KvType, Rank
 from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import AnyReport, CostsMeasured, Hello, KindSeconds, ModelLoaded
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
@@ -130,3 +131,28 @@ def test_layers_with_matrices_of_other_types_are_kinds_of_their_own() -> None:
 )
 def test_ranks_of_one_kind_are_equally_fast_by_definition(hellos: list[Hello], equal: bool) -> None:
     assert alike(hellos) is equal
+
+
+@pytest.mark.parametrize("slowness", [1.25, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("fixed", [0.0, 0.1, 0.4])
+def test_automatic_shares_are_within_five_percent_of_the_best_of_a_sweep(
+    slowness: float, fixed: float
+) -> None:
+    """Held against every split of the layers, and every share in hundredths as the placement rounds it."""
+    layers, facts = 30, layer_spec(9, 3, 1536)
+    spec = model_spec([facts] * layers, vocab=4096)
+    found = probe_shares(TimedGroup((1.0, 1 / slowness), fixed), spec, SETTINGS)
+
+    def stages(first: int) -> float:
+        return max(first, (layers - first) * slowness)
+
+    def step(share: float) -> float:
+        cut = place(spec, 2, tensor_shares=(share, 1 - share)).layers[0].parts
+        own = [len(part.feed_forward) / facts.feed_forward for part in cut]
+        return max(fixed + own[0], (fixed + own[1]) * slowness)
+
+    chosen_layers = found.shares.layers or (15, 15)
+    assert stages(chosen_layers[0]) <= 1.05 * min(stages(first) for first in range(1, layers))
+    chosen_parts = found.shares.parts or (0.5, 0.5)
+    best = min(step(hundredth / 100) for hundredth in range(50, 100))
+    assert step(chosen_parts[0]) <= 1.05 * best
