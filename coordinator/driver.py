@@ -355,6 +355,7 @@ class Driver:
                 self._settings.device, self._settings.max_chunk_tokens, self._settings.token_gap_seconds
             ),
             weights=regret_now(self._scheduler.weights, self._costs, last, idle=self._scheduler.idle),
+            streamed_cells=self._scheduler.streamed_cells if self._settings.shift_in_place else None,
             running=self._scheduler.running,
             lengths=self._lengths,
             journeys=journeys(self._group.ranks, None, None, self._settings.journeys),

@@ -35,6 +35,7 @@ class Task:
     kept: KeptPrefix | None = None
     running: Running = Running()
     requests: int = 1
+    in_place: bool = False  # keys and values do not fit for both layouts at once: a shift is not streamed
 
     @property
     def cached_tokens(self) -> int:
@@ -154,14 +155,17 @@ def _back_seconds(task: Task, costs: Costs, prefill: Layout, weights: Regret | N
 def _exposed_seconds(
     task: Task, costs: Costs, journey: Journey, chunks: Sequence[int], weights: Regret | None
 ) -> float:
-    """Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for."""
+    """Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
+
+    In place all of them are.
+    """
     prefill, decode = journey
     if prefill is decode or task.steps == 0:
         return 0.0
     moved = 0.0
     if weights is not None:
         moved = weights.to_tensor_seconds if decode is Layout.TENSOR else weights.to_layer_seconds
-    return _shift_seconds(costs, decode, chunks[-1]) + moved
+    return _shift_seconds(costs, decode, task.prompt_tokens if task.in_place else chunks[-1]) + moved
 
 
 def _shift_seconds(costs: Costs, to: Layout, tokens: int) -> float:

@@ -29,6 +29,7 @@ class GroupState:
     lengths: AnswerLengths = AnswerLengths()  # noqa: RUF009 (frozen)
     weights: Regret | None = None  # where they lie, if those of one layout must move for the other
     journeys: tuple[Journey, ...] | None = None  # that there is room for; None: all
+    streamed_cells: int | None = None  # of a request whose keys and values fit for both layouts at once; None: any
 
 
 def plan_request(
@@ -66,8 +67,11 @@ def _plan(
     if request.logits:
         rows = max(1, REPORTED_LOGIT_BYTES // (4 * group.vocab))
         limits = replace(limits, max_chunk=min(limits.max_chunk, rows))
+    steps = _expected_steps(request, max_tokens, group.lengths)
+    cells = len(request.prompt) + (len(request.forced) or max(0, max_tokens - 1))
+    in_place = group.streamed_cells is not None and cells > group.streamed_cells
     choice = choose(
-        Task(len(request.prompt), _expected_steps(request, max_tokens, group.lengths), kept, group.running),
+        Task(len(request.prompt), steps, kept, group.running, in_place=in_place),
         group.costs,
         request.prefill,
         request.decode,

@@ -15,7 +15,7 @@ from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
 from ..proto.errors import DoesNotFitError, ProtocolError
 from ..proto.generation_result import FinishReason, ShiftFailureKind
 from ..proto.ids import Layout, Rank, RequestId
-from ..proto.kv import BundleTable
+from ..proto.kv import BLOCK_TOKENS, BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from .admission import Admission
 from .forecast import Running
@@ -152,6 +152,11 @@ class Scheduler:
     def sessions(self) -> list[Session]:
         """Every request that has not been told to have ended, in the order they came."""
         return [*self._closing.values(), *self._open.values(), *self._waiting]
+
+    @property
+    def streamed_cells(self) -> int:
+        """Positions of a request whose shift is streamed; a longer one's is made in place."""
+        return self._slots.streamed_blocks * BLOCK_TOKENS
 
     @property
     def free_slots(self) -> tuple[int, ...]:

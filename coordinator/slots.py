@@ -117,6 +117,12 @@ class SlotPool:
         needed = slots_needed(blocks, self._ranks, self._empty, [journey])
         return all(count <= total for count, total in zip(needed, self._totals, strict=True))
 
+    @property
+    def streamed_blocks(self) -> int:
+        """Most blocks of a request whose bundles of both layouts fit at once, if nobody else holds a slot."""
+        one = slots_needed(1, self._ranks, self._empty, [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.LAYER)])
+        return min((total // count for count, total in zip(one, self._totals, strict=True) if count), default=0)
+
     def grant(self, blocks: int, layout: Layout) -> BundleTable | None:
         """Slots for all bundles of a new request, None when some rank has too few."""
         if not self.fits(blocks, (layout, layout)):

@@ -97,3 +97,8 @@ def test_weights_that_migrate_are_priced_before_the_prompt_and_before_the_answer
 def test_a_journey_with_a_part_that_was_not_measured_is_left_out() -> None:
     assert set(predict(costs=replace(COSTS, tensor_prefill=None))) == {(LAYER, LAYER), (LAYER, TENSOR)}
     assert set(predict(costs=replace(COSTS, decode_layer=None))) == {(LAYER, TENSOR), (TENSOR, TENSOR)}
+
+
+def test_a_shift_in_place_is_waited_for_as_a_whole() -> None:
+    assert predict()[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 10)
+    assert predict(replace(TASK, in_place=True))[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 30)

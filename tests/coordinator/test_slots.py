@@ -173,3 +173,10 @@ def test_a_swap_that_needs_slots_of_its_own_takes_none_where_they_are_missing() 
     assert table is not None
     assert pool.grant_swap(table, Layout.TENSOR) is None  # (1, 0) comes to rank 0, and nothing leaves it
     assert pool.free_counts == (0, 0)
+
+
+@pytest.mark.parametrize(("slots", "blocks"), [((6, 6), 2), ((6, 5), 1), ((2, 9), 0), ((0, 0), 0)])
+def test_the_longest_request_that_is_streamed_is_the_one_whose_bundles_of_both_layouts_fit(
+    slots: tuple[int, int], blocks: int
+) -> None:
+    assert SlotPool(slots).streamed_blocks == blocks  # three bundles a block and rank
