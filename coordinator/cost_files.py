@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +14,10 @@ from .cost_model import ChunkCost, Costs, LayerSeconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 4 << 20
-POSITIVE = "bytes_per_second"  # divides; all other numbers may be 0
+POSITIVE = "bytes_per_second"  # divides: at least LEAST_SPEED; all other numbers may be 0
+LEAST_SPEED = 1e-3
+MOST = 1e15  # of any number: beyond it no device is, and sums and products of such still have digits
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def read_costs(path: Path) -> Costs:
 def read_cost_file(path: Path) -> CostFile:
     """As `read_costs`, with the facts."""
     table = _json_table(path)
-    if table.get("gearshift_costs") != FORMAT:
+    if table.get("gearshift_costs") is True or table.get("gearshift_costs") != FORMAT:
         found = table.get("gearshift_costs")
         raise InputError(f"{path} holds no costs: \"gearshift_costs\" must be {FORMAT}, not {found!r}")
     facts = table.get("facts", {})
@@ -77,16 +79,17 @@ def costs_from_json(table: object) -> Costs:
         raise InputError(_named(str(error))) from None
     _refuse_unknown(table, costs_to_json(costs), "costs")
     for name, value in _numbers(costs_to_json(costs), "costs"):
-        if not isfinite(value) or value < 0 or (value == 0 and name.endswith(POSITIVE)):
-            raise InputError(f"{name} must be a finite number, {'above 0' if name.endswith(POSITIVE) else '0 or more'}")
+        least = LEAST_SPEED if name.endswith(POSITIVE) else 0
+        if not least <= value <= MOST:
+            raise InputError(f"{name} must be a number from {least} to {MOST:g}")
     _check_ranks(costs)
     return costs
 
 
 def _check_ranks(costs: Costs) -> None:
     ranks = len(costs.stages)
-    if not ranks:
-        raise InputError("costs.stages must have an entry for each worker")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise InputError(f"costs.stages must have an entry for each worker, 1 to {MOST_RANKS} of them, not {ranks}")
     if costs.layer_seconds is not None:
         for name, values in _by_rank(costs.layer_seconds):
             if len(values) != ranks:
@@ -104,6 +107,8 @@ def _by_rank(found: LayerSeconds) -> Iterator[tuple[str, tuple[float, ...] | tup
 
 def _json_table(path: Path) -> dict[str, object]:
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot read {path}: no plain file")  # a pipe would be waited for
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -87,7 +87,7 @@ def forecasts(
     for journey in journeys:
         prefill, decode = journey
         read = _prefill_seconds(task, costs, prefill, plans[prefill].chunks)
-        written = _decode_seconds(task, costs, decode)
+        written = decode_seconds_of(task, costs, decode)
         if read is not None and written is not None:
             back = _back_seconds(task, costs, prefill, weights)
             exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, weights)
@@ -127,6 +127,14 @@ def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
     return total
 
 
+def decode_seconds_of(task: Task, costs: Costs, layout: Layout) -> float | None:
+    """Of all the task's decode steps; None: not measured."""
+    if task.steps == 0:
+        return 0.0
+    step = step_seconds(task, costs, layout)
+    return None if step is None else task.steps * step
+
+
 def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
     return costs.decode_layer if layout is Layout.LAYER else costs.decode_tensor
 
@@ -137,13 +145,6 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
         return None
     others = step_seconds(task, costs, None) or 0.0
     return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
-
-
-def _decode_seconds(task: Task, costs: Costs, layout: Layout) -> float | None:
-    if task.steps == 0:
-        return 0.0
-    step = step_seconds(task, costs, layout)
-    return None if step is None else task.steps * step
 
 
 def _back_seconds(task: Task, costs: Costs, prefill: Layout, weights: Regret | None) -> float:

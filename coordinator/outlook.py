@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from ..proto.ids import Layout
 from .chunk_plan import ChunkPlan, ChunkRule, Limits
 from .cost_model import Costs
-from .forecast import Forecast, Journey, Task, chunk_plans, forecasts, stage_rows, step_seconds
+from .forecast import (
+    Forecast,
+    Journey,
+    Task,
+    chunk_plans,
+    decode_seconds_of,
+    forecasts,
+    stage_rows,
+    step_seconds,
+)
 from .policy import Choice, choose, journeys
 from .regret import Regret, other
 
@@ -100,10 +109,9 @@ def break_even(
         return None
 
     def gain(steps: int) -> float:
-        if steps == 0:
-            return -found[shift].exposed
-        seconds = forecasts(replace(task, steps=steps), costs, (stay, shift), plans, weights)
-        return seconds[stay].seconds - seconds[shift].seconds
+        longer = replace(task, steps=steps)  # both read the prompt alike: only the answer differs
+        stayed, shifted = (decode_seconds_of(longer, costs, decode) or 0.0 for _, decode in (stay, shift))
+        return stayed - shifted - found[shift].exposed
 
     low, high = 0, 1
     while gain(high) <= 0.0:

@@ -26,14 +26,20 @@ def gantt(
     if end <= 0.0:
         return ()
     lines = [_axis(end, columns), _ticks(bars, end, columns)]
-    lines += [
-        "".join(
-            _cell([bar for bar in bars if bar.rank == rank], waiting, end * column / columns, end / columns)
-            for column in range(columns)
-        )
-        for rank in range(ranks)
-    ]
+    for work in _columns_of_work(bars, ranks, end, columns):
+        cells = enumerate(work)
+        lines.append("".join(_cell(bars, waiting, end * column / columns, end / columns) for column, bars in cells))
     return tuple(f"{label:<{indent}}{line}" for label, line in zip(("", *labels), lines, strict=True))
+
+
+def _columns_of_work(bars: Sequence[Bar], ranks: int, end: float, columns: int) -> list[list[list[Bar]]]:
+    """Of each rank, the bars that each column may see: one more on either side, whatever is rounded."""
+    found: list[list[list[Bar]]] = [[[] for _ in range(columns)] for _ in range(ranks)]
+    for bar in bars:
+        first, last = int(bar.begin / end * columns) - 1, int(bar.end / end * columns) + 1
+        for column in range(max(0, first), min(columns, last + 1)):
+            found[bar.rank][column].append(bar)
+    return found
 
 
 def _axis(end: float, columns: int) -> str:

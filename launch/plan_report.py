@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+LONGEST_FACT = 200  # characters of the heading
 MOST_COLUMNS = 120  # of the chart, however wide the terminal is
 
 
@@ -80,10 +81,10 @@ def show_plan(plan: PlanFacts, console: "Console") -> None:
 
 def _heading(plan: PlanFacts) -> list[str]:
     task, facts = plan.outlook.task, plan.costs_facts
-    model = plan.model or facts.get("model")
+    model = plan.model or (_told(facts["model"]) if facts.get("model") else None)
     devices = facts.get("devices")
     on = (
-        " + ".join(map(str, devices))
+        " + ".join(map(_told, devices))
         if isinstance(devices, list) and devices
         else f"{plan.outlook.ranks} workers"
     )
@@ -93,6 +94,13 @@ def _heading(plan: PlanFacts) -> list[str]:
         f"{model or 'a model'} on {on}: {many}{prompt}, {answer}{' each' if many else ''}",
         f"costs: {plan.costs_from}",
     ]
+
+
+def _told(fact: object) -> str:
+    """A file's words for people: nothing that a terminal obeys, not without end."""
+    text = str(fact)
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_FACT])
+    return shown + "..." if len(text) > LONGEST_FACT else shown
 
 
 def _journey_table(outlook: Outlook) -> "Table":

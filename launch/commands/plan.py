@@ -33,9 +33,11 @@ gearshift plan --costs examples/rigs/4070_3060_q5_k_m.json --prompt-tokens 58300
 PromptTokens = Annotated[
     int,
     typer.Option(
-        "-p", "--prompt-tokens", metavar="N", min=1, help="Length of the prompt.", show_default=False
+        "-p", "--prompt-tokens", metavar="N", min=1, max=10_000_000, help="Length of the prompt.", show_default=False
     ),
 ]
+MOST_CHUNKS = 100_000  # of all ranks: a plan beyond takes minutes, and nobody reads it
+
 OutputTokens = Annotated[
     int | None,
     typer.Option(
@@ -43,6 +45,7 @@ OutputTokens = Annotated[
         "--output-tokens",
         metavar="N",
         min=1,
+        max=10_000_000,
         help="Length of the answer. Left out: what is guessed before any answer was seen.",
     ),
 ]
@@ -70,6 +73,7 @@ ShiftSeconds = Annotated[
         "--shift-seconds",
         metavar="X",
         min=0,
+        max=1e9,
         help="What if an answer waited so long for its shift, in either direction.",
     ),
 ]
@@ -125,11 +129,26 @@ def plan(
         found = costs_of_file(Path(costs), workers, max_chunk)
     else:
         raise InputError("give a MODEL, or measured costs by --costs")
+    _refuse_many_chunks(prompt_tokens, found, layouts)
     facts = _plan(found, Task(prompt_tokens, answer - 1, requests=requests), layouts, shift_seconds)
     if as_json:
         print(json.dumps(plan_json(facts), ensure_ascii=False))
     else:
         show_plan(facts, stdout_console())
+
+
+def _refuse_many_chunks(prompt_tokens: int, found: "FoundCosts", layouts: LayoutSettings) -> None:
+    from ...coordinator.chunk_plan import Fixed
+
+    longest, ranks = found.limits.max_chunk, len(found.costs.stages)
+    if isinstance(layouts.chunk_rule, Fixed):
+        longest = min(longest, layouts.chunk_rule.sizes[-1])
+    chunks = prompt_tokens // longest
+    if chunks * ranks > MOST_CHUNKS:
+        raise InputError(
+            f"--prompt-tokens {prompt_tokens} are {chunks} chunks of at most {longest} tokens on {ranks} ranks: "
+            f"more than {MOST_CHUNKS} are not planned; take longer chunks (--chunk, --max-chunk) or a shorter prompt"
+        )
 
 
 def _plan(

@@ -1,6 +1,7 @@
 """Costs written and read back; files that are no costs."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,15 @@ def changed(change: Callable[[Any], object]) -> Any:
         (lambda t: t.pop("stages"), "costs: object missing required field `stages`"),
         (lambda t: t.update(stages=[]), "costs.stages must have an entry"),
         (lambda t: t["stages"][1].update(per_chunk="x"), r"costs.stages\[1\].per_chunk: expected `float`, got `str`"),
-        (lambda t: t["stages"][1].update(per_chunk=-1), r"costs.stages\[1\].per_chunk must be a finite number"),
+        (lambda t: t["stages"][1].update(per_chunk=-1), r"costs.stages\[1\].per_chunk must be a number from 0 to 1e"),
         (lambda t: t["stages"][0].update(per_tokn=1), r"no field costs.stages\[0\].per_tokn"),
-        (lambda t: t["stages"][0].update(per_chunk=float("inf")), r"costs.stages\[0\].per_chunk must be a finite"),
+        (lambda t: t["stages"][0].update(per_chunk=float("inf")), r"costs.stages\[0\].per_chunk must be a number"),
         (lambda t: t["stages"][0].update(per_chunk=10**400), r"costs.stages\[0\].per_chunk: number out of range"),
         (lambda t: t.update(speed=1), "no field costs.speed"),
-        (lambda t: t["link"].update(bytes_per_second=0), "costs.link.bytes_per_second must be .* above 0"),
+        (lambda t: t["link"].update(bytes_per_second=0), "costs.link.bytes_per_second must be .* from 0.001"),
+        (lambda t: t["stages"][0].update(per_token=1e308), r"stages\[0\].per_token must be a number .* to 1e\+15"),
+        (lambda t: t["decode_layer"].update(seconds_of_batch=[[1, 1], [10**400, 1]]), "seconds_of_batch.* to 1e"),
+        (lambda t: t.update(stages=t["stages"][:1] * 65), "1 to 64 of them, not 65"),
         (lambda t: t["decode_layer"].update(seconds_of_batch=[]), "costs.decode_layer: .* ascending batches"),
         (lambda t: t["decode_layer"].update(seconds_of_batch=[[4, 1], [1, 1]]), "costs.decode_layer: .* ascending"),
         (lambda t: t["layer_seconds"].update(tensor_shares=[1]), "costs.layer_seconds.tensor_shares must have"),
@@ -101,6 +105,7 @@ def test_a_wrong_field_is_named(change: Callable[[Any], object], said: str) -> N
         (b"\xff\xfe", "is not JSON"),
         (b"[1]", "must be a JSON object"),
         (b"{}", "must be 1, not None"),
+        (b'{"gearshift_costs": true}', "must be 1, not True"),
         (b'{"gearshift_costs": 2, "costs": {}}', "must be 1, not 2"),
         (b'{"gearshift_costs": 1}', "costs: expected `object`, got `null`"),
         (b'{"gearshift_costs": 1, "facts": [], "costs": {}}', "facts must be an object"),
@@ -123,3 +128,9 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         read_costs(tmp_path / "nothing.json")
     with pytest.raises(InputError, match=r"cannot write .*: No such file"):
         write_costs(tmp_path / "no folder" / "costs.json", COSTS, {})
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "costs.json")
+    with pytest.raises(InputError, match="no plain file"):
+        read_costs(tmp_path / "costs.json")

@@ -186,3 +186,32 @@ def test_what_does_not_fit_is_planned_and_told(costs_file: Path, capsys: pytest.
     facts = facts_of(capsys, *words, "--memory-limit", "200MiB")
     assert len(facts["journeys"]) == 4
     assert "does not fit" in facts["memory_told"][0]
+
+
+def test_a_files_words_reach_the_terminal_without_what_it_obeys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"model": "a\x1b[31m \ud800" + "x" * 1000, "devices": ["b\x07"]})
+    assert run_command(["plan", "--costs", str(path), *WORDS]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.startswith("a?[31m ?xxx")
+    assert "x... on b?: " in heading
+    assert len(heading) < 300
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-p", str(10**12)), "less than or equal to 10000000"),
+        (("-p", "9000000", "--chunk", "1"), "are 9000000 chunks of at most 1 tokens on 2 ranks"),
+        (("-p", "9000000", "--max-chunk", "16"), "take longer chunks"),
+        (("-p", "5", "-n", str(10**400)), "less than or equal to 10000000"),
+        (("-p", "5", "--shift-seconds", "inf"), "less than or equal to"),
+    ],
+)
+def test_what_would_be_planned_without_end_is_refused(
+    costs_file: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert run_command(["plan", "--costs", str(costs_file), *words]) == 2
+    assert said in capsys.readouterr().err
