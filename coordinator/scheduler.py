@@ -25,7 +25,7 @@ from .rank_answers import HashQuery
 from .session import Phase, Session
 from .shift_counts import ShiftCounts
 from .slots import SlotPool
-from .weight_keeper import HOME, WeightKeeper
+from .weight_keeper import WeightKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +298,7 @@ class Scheduler:
         request = session.plan.request_id
         self._open[request] = session
         self._events.append(Started(request))
+        self.weights.begins(session.plan.prefill)
         return session.open(grant.table, grant.target, self._settings.swap_blocks if grant.in_place else None)
 
     def _end(self, session: Session) -> None:
@@ -315,7 +316,7 @@ class Scheduler:
         if not weights.migrates:
             return []
         if self.idle:
-            return weights.move(HOME, background=True)
+            return weights.move(weights.home, background=True)
         commands: list[AnyCommand] = []
         for session in sessions:
             for layout in (session.plan.prefill, session.plan.decode):

@@ -2,8 +2,8 @@
 
 Chunks and steps of a layout run only while the weights lie where that layout needs them. A request that needs them
 elsewhere waits until those before it, and those that have begun, have no work left here; then all groups of layers are
-sent there, in the log, between ticks. When nothing is asked of the group the weights go back by themselves, a few
-groups at a time: a request that comes meanwhile turns them round between two groups.
+sent there, in the log, between ticks. When nothing is asked of the group the weights go by themselves to where requests
+begin, a few groups at a time: a request that comes meanwhile turns them round between two groups.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ from ..proto.ids import Layout, Rank, RequestId, WeightSource
 from ..proto.placement.migration import Group, Migration
 from ..proto.reports import MigrationPrepared, WeightsMigrated
 
-HOME = Layout.LAYER  # where the weights go while nothing is asked: most requests begin with a long prompt
+HOME = Layout.LAYER  # where the weights lie at first
+REMEMBERED = 8  # requests, by which it is judged where the next one will begin
 STORIES = 64  # kept, the last ones
 BACKGROUND_GROUPS = 2  # under way at a time while idle: no more than these must be waited for by whoever comes
 
@@ -68,6 +69,7 @@ class WeightKeeper:
     source: WeightSource | None = None  # None: the fastest by what was measured
     stories: deque[MigrationStory] = field(default_factory=lambda: deque(maxlen=STORIES))
     _at: list[Layout] = field(init=False)  # by group
+    _begun_in: deque[Layout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _asked: dict[Layout, set[Rank]] = field(default_factory=dict)  # ranks that have not answered yet
     _declined: dict[Layout, str] = field(default_factory=dict)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
@@ -111,6 +113,16 @@ class WeightKeeper:
             return None
         waiting = (s for s in sessions if s.needed_layout is not None and not self.allows(s.needed_layout))
         return next(waiting, None)
+
+    def begins(self, prefill: Layout) -> None:
+        """A request whose prompt is read in this layout was opened."""
+        self._begun_in.append(prefill)
+
+    @property
+    def home(self) -> Layout:
+        """Where the weights go while nothing is asked: to where most of the last requests began."""
+        in_layer = sum(1 for layout in self._begun_in if layout is Layout.LAYER)
+        return HOME if 2 * in_layer >= len(self._begun_in) else Layout.TENSOR
 
     # Moving
 

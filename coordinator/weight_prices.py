@@ -24,5 +24,5 @@ def regret_now(
     to_tensor, to_layer = (weights.way_bytes(to) / speed for to in (Layout.TENSOR, Layout.LAYER))
     regret = last or Regret(HOME, to_tensor, to_layer)
     if idle:
-        regret = regret.moved_to(weights.at or HOME)
+        regret = regret.moved_to(weights.at or weights.home)
     return regret.at_prices(to_tensor, to_layer)

@@ -36,7 +36,7 @@ def answers_are_right(run: MigratingRun, requests: list[tuple[int, int]]) -> Non
         assert run.tokens(index) == expected_answer(prompt_of(length), count, VOCAB)
     run.settle()
     assert run.group.clean
-    assert run.scheduler.weights.at is LAYER, "the weights go home"
+    assert run.scheduler.weights.at is run.scheduler.weights.home
 
 
 def directions(moves: list[MigrateWeights]) -> list[Layout]:
@@ -154,7 +154,7 @@ def test_requests_of_both_layouts_do_not_thrash_and_none_starves() -> None:
 
 def test_a_request_that_comes_turns_the_way_home_round_between_two_groups() -> None:
     run = new_migrating_run(2)
-    run.scheduler.submit(plan(0, asked(20, 5, TENSOR, TENSOR), 2))
+    run.scheduler.submit(plan(0, asked(20, 5, LAYER, TENSOR), 2))
     run.finish()
     moves, groups = group_of(run).migrations, len(ways_of(2)[TENSOR].groups)
     while len(moves) == groups:  # until the way home has begun
@@ -167,6 +167,23 @@ def test_a_request_that_comes_turns_the_way_home_round_between_two_groups() -> N
     home, again = moves[groups:][:BACKGROUND_GROUPS], moves[groups + BACKGROUND_GROUPS :][:BACKGROUND_GROUPS]
     assert [command.to for command in (*home, *again)] == [LAYER] * len(home) + [TENSOR] * len(again)
     assert [command.layers for command in again] == [command.layers for command in home]
+
+
+def test_home_is_where_most_of_the_last_requests_began() -> None:
+    """Prompts read under tensor parallelism find their weights there; long ones make it the layer layout again."""
+    run = new_migrating_run(2)
+    for index in range(5):
+        run.scheduler.submit(plan(index, asked(20, 5, TENSOR, TENSOR), 2))
+        run.finish()
+        run.settle()
+        assert run.scheduler.weights.at is TENSOR
+    assert directions(group_of(run).migrations) == [TENSOR]
+    for index in range(5, 12):
+        run.scheduler.submit(plan(index, asked(20, 5, LAYER, TENSOR), 2))
+        run.finish()
+        run.settle()
+    assert run.scheduler.weights.at is LAYER
+    assert group_of(run).migrations[-1].request is None
 
 
 def test_a_request_whose_weights_cannot_come_stays_in_its_layout_and_is_answered() -> None:
