@@ -31,7 +31,6 @@ from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters
 
 FAULT_VARIABLE = "GEARSHIFT_FAULT"
-PROMPT_TOKENS, ANSWER_TOKENS = 512, 48
 GOAL = 1.05
 
 
@@ -51,6 +50,8 @@ class Bench:
     spec: ModelSpec
     settings: DriverSettings
     rule: ChunkRule
+    prompt_tokens: int
+    answer_tokens: int
     random: random.Random
 
     def run(self, candidate: Candidate, repeats: int) -> None:
@@ -71,9 +72,9 @@ class Bench:
             candidate.token_ms.append(1e3 / result.decode.tokens_per_second)
 
     def _once(self, driver: Driver) -> GenerationResult:
-        prompt = tuple(self.random.randrange(1000, self.spec.vocab) for _ in range(PROMPT_TOKENS))
+        prompt = tuple(self.random.randrange(1000, self.spec.vocab) for _ in range(self.prompt_tokens))
         request = GenerationRequest(
-            prompt=prompt, max_tokens=ANSWER_TOKENS, sampling=SamplingParameters(temperature=0.0),
+            prompt=prompt, max_tokens=self.answer_tokens, sampling=SamplingParameters(temperature=0.0),
             prefill=Layout.LAYER, decode=Layout.TENSOR, chunk_rule=self.rule,
         )  # fmt: skip
         *_, last = generate(driver, request)
@@ -86,11 +87,11 @@ def automatic(found: ProbedShares, layers: int) -> Candidate:
     return Candidate(layers // 2 if counts is None else counts[0], 0.5 if parts is None else parts[0])
 
 
-def sweep(layers: int, slow_rank: int) -> list[Candidate]:
-    """From equal shares to nearly all on the fast rank, in eleven steps."""
+def sweep(layers: int, slow_rank: int, steps: int) -> list[Candidate]:
+    """From equal shares to nearly all on the fast rank."""
     found = []
-    for step in range(11):
-        share = 0.5 + step * 0.045
+    for step in range(steps):
+        share = 0.5 + 0.45 * step / max(1, steps - 1)
         count = round(layers * share)
         found.append(
             Candidate(count, round(share, 3)) if slow_rank else Candidate(layers - count, round(1 - share, 3))
@@ -118,20 +119,34 @@ def main() -> None:
     parser.add_argument("--slow-rank", type=int, choices=(0, 1), default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=11, help="candidates of the sweep")
     parser.add_argument("--chunk", default="64")
     parser.add_argument("--compute-type", type=ComputeType, default=ComputeType.BF16)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     os.environ[FAULT_VARIABLE] = f"slow rank={options.slow_rank} percent={options.percent}"
-    context = PROMPT_TOKENS + ANSWER_TOKENS
+    context = options.prompt_tokens + options.answer_tokens
     spec = build_spec(resolve_model(options.model), context)
-    settings = DriverSettings(context, PROMPT_TOKENS, compute_type=options.compute_type)
+    settings = DriverSettings(context, options.prompt_tokens, compute_type=options.compute_type)
     with local_cluster(workers=2, device="cpu", threads_per_worker=1) as cluster:
         started = time.monotonic()
         found = probe_shares(cluster, spec, settings)
         probe_seconds = time.monotonic() - started
-        auto, candidates = automatic(found, len(spec.layers)), sweep(len(spec.layers), options.slow_rank)
-        bench = Bench(cluster, spec, settings, parse_chunk_rule(options.chunk), random.Random(options.seed))
+        auto, candidates = (
+            automatic(found, len(spec.layers)),
+            sweep(len(spec.layers), options.slow_rank, options.steps),
+        )
+        bench = Bench(
+            cluster,
+            spec,
+            settings,
+            parse_chunk_rule(options.chunk),
+            options.prompt_tokens,
+            options.answer_tokens,
+            random.Random(options.seed),
+        )
         for _ in range(options.rounds):
             for candidate in (auto, *candidates):
                 bench.run(candidate, options.repeats)
@@ -141,7 +156,7 @@ def main() -> None:
     everyone = [("automatic", auto), *(("by hand", one) for one in candidates)]
     layers = len(spec.layers)
     prompt_ratio, prompt_best = table(
-        f"prompt of {PROMPT_TOKENS}, layer layout, chunks {options.chunk}",
+        f"prompt of {options.prompt_tokens}, layer layout, chunks {options.chunk}",
         [(f"{name}, layers {one.layers} + {layers - one.layers}", one.prompt_ms) for name, one in everyone],
         "ms",
     )
@@ -152,7 +167,8 @@ def main() -> None:
     )
     record = {
         "benchmark": "unequal", **machine_facts(["cpu", "cpu"]), "model": spec.name, "percent": options.percent,
-        "slow_rank": options.slow_rank, "compute_type": options.compute_type, "chunk": options.chunk,
+        "slow_rank": options.slow_rank, "prompt_tokens": options.prompt_tokens,
+        "answer_tokens": options.answer_tokens, "compute_type": options.compute_type, "chunk": options.chunk,
         "rounds": options.rounds, "repeats": options.repeats, "seed": options.seed,
         "probe_seconds": round(probe_seconds, 2), "reading": found.reading, "writing": found.writing,
         "goal": GOAL, "prompt_ratio": round(prompt_ratio, 4), "token_ratio": round(token_ratio, 4),
