@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from statistics import median
+from statistics import mean, median
 
 from ..coordinator.chunk_plan import Auto, ChunkRule
 from ..coordinator.driver import Driver, generate
@@ -206,6 +206,9 @@ class Verdict:
     chosen_seconds: float
     best_seconds: float
     within_spread: bool  # the ranges of both overlap: another day might swap them
+    chosen_rounds: int  # of `rounds`, in which auto chose that pair
+    rounds: int
+    mean_regret: float  # of all pairs that auto chose, round by round
 
     @property
     def regret(self) -> float:
@@ -226,7 +229,11 @@ def judge(runs: Sequence[TimedRun], best_of: int = 1) -> Verdict:
     chosen = auto_choice(runs)
     best = min(least, key=lambda combination: (least[combination], combination != chosen))
     overlap = times[chosen].low <= times[best].high
-    return Verdict(chosen, best, least[chosen], least[best], overlap)
+    taken = [run.took for run in runs if not run.combination.fixed]
+    behind = [least[took] / least[best] - 1.0 for took in taken if took in least]
+    return Verdict(
+        chosen, best, least[chosen], least[best], overlap, taken.count(chosen), len(taken), mean(behind)
+    )
 
 
 def least_median(runs: Sequence[TimedRun], combination: Combination, blocks: int) -> float:

@@ -60,6 +60,9 @@ class Bench:
 def verdict_line(verdict: Verdict) -> str:
     """`auto chose layer->tensor: 1.3% behind the best, tensor->tensor`."""
     said = f"auto chose {verdict.chosen.name}"
+    if verdict.chosen_rounds < verdict.rounds:
+        said += f" in {verdict.chosen_rounds} of {verdict.rounds} rounds, others in the rest"
+        return f"{said}: on average {verdict.mean_regret:.1%} behind the best, {verdict.best.name}"
     if verdict.chosen == verdict.best:
         return f"{said}: the best of the fixed combinations"
     line = f"{said}: {verdict.regret:.1%} behind the best, {verdict.best.name}"
@@ -105,7 +108,8 @@ def _row(combination: Combination, runs: Sequence[TimedRun]) -> list[str]:
     wall = Spread.of(run.wall_seconds for run in runs)
     shifted = any(run.result.shift is not None for run in runs)
     exposed, hidden = (_median_ms(runs, name) if shifted else "-" for name in ("exposed_seconds", "hidden_seconds"))
-    name = combination.name if combination.fixed else f"auto ({auto_choice(runs).name})"
+    several = len({run.took for run in runs}) > 1
+    name = combination.name if combination.fixed else f"auto ({'several' if several else runs[0].took.name})"
     return [
         name,
         f"{wall.median:.3f}",
@@ -162,6 +166,8 @@ def bench_facts(bench: Bench) -> dict[str, Any]:
             "chosen": verdict.chosen.name,
             "best": verdict.best.name,
             "regret": verdict.regret,
+            "mean_regret": verdict.mean_regret,
+            "chosen_rounds": verdict.chosen_rounds,
             "within_spread": verdict.within_spread,
             "told": auto_line(bench.runs),
         },

@@ -76,6 +76,19 @@ def test_the_verdict_compares_medians_of_fixed_combinations() -> None:
     assert verdict_line(best) == "auto chose layer->tensor: the best of the fixed combinations"
 
 
+def test_a_choice_that_changes_is_judged_round_by_round() -> None:
+    runs = [timed_run(LAYER, LAYER, 1.0), timed_run(TENSOR, TENSOR, 1.3)]
+    runs += [timed_run(layout, layout, 1.0, auto=True) for layout in (LAYER, LAYER, TENSOR)]
+    verdict = judge(runs)
+    assert (verdict.chosen_rounds, verdict.rounds) == (2, 3)
+    assert verdict.mean_regret == pytest.approx(0.1)
+    assert verdict_line(verdict) == (
+        "auto chose layer->layer in 2 of 3 rounds, others in the rest: on average 10.0% behind the best, layer->layer"
+    )
+    rows = list(bench_table(Bench("m", 1, 1, ("cpu",), tuple(runs))).columns[0].cells)
+    assert rows == ["layer->layer", "tensor->tensor", "auto (several)"]
+
+
 def test_the_best_of_several_medians_forgives_a_busy_moment() -> None:
     times = (9.0, 9.1, 9.2, 1.0, 1.1, 1.2)
     runs = [timed_run(LAYER, LAYER, seconds, round_number=number) for number, seconds in enumerate(times)]
