@@ -1,16 +1,20 @@
-"""Prompts and answers on CUDA devices: one line of JSON a figure, the peer's beside it where it was measured.
+"""Prompts, answers and shifts on CUDA devices: one line of JSON a figure, the peer's beside it where it was measured.
 
-python -m gearshift.benchmarks.gpu MODEL.gguf --workers 2    (a file by `synthetic_models` will do)
-Each figure is the median of `--rounds` after one warm-up, with the lowest and the highest.
+python -m gearshift.benchmarks.gpu MODEL.gguf --workers 2 [--stages prompt,decode]  (a file of `synthetic_models` does)
+Each figure is the median of `--rounds` after two warm-ups (the first launches kernels one by one, the second captures
+them), with the lowest and the highest. `--device cpu --scale 16` tries the script without a GPU, on shorter texts.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.chunk_plan import Auto, ChunkRule, Fixed
 from gearshift.coordinator.driver import Driver, DriverSettings, generate
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
@@ -21,113 +25,191 @@ from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters
 
-# The peer on two H200: its better build, micro-batch and layout of each figure; tokens per second.
-PEER = {
-    ("8b", "prompt 2048"): 15786,
-    ("8b", "prompt 8192"): 16627,
-    ("8b", "decode"): 300,
-    ("8b", "decode at 16384"): 245,
-}
+# The peer with an 8B in Q4_K_M on two H200: its better build, micro-batch and layout of each figure; tokens per second.
+PEER_8B = {
+    "prompt 2048": 15786, "prompt 8192": 16627, "prompt 32768": 14644, "decode": 300, "decode at 16384": 245,
+    "batch of 16": 2028,
+}  # fmt: skip
+GREEDY = SamplingParameters(temperature=0.0)
+SAMPLED = SamplingParameters(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=3)
+WARM_UPS = 2
+SETTLED = 12  # tokens, after which an answer's pace is counted
 
 
-def run_once(
-    driver: Driver, prompt: int, answer: int, prefill: Layout, decode: Layout, rule: ChunkRule
-) -> dict[str, float]:
-    """Seconds to the first token, seconds a token after it, and the shift's exposed seconds."""
-    ids = np.random.default_rng(prompt + answer).integers(300, 30000, prompt).tolist()
-    greedy = SamplingParameters(temperature=0.0)
-    request = GenerationRequest(tuple(ids), answer, greedy, prefill=prefill, decode=decode, chunk_rule=rule)
-    started, times = time.perf_counter(), []
-    found: dict[str, float] = {}
-    for event in generate(driver, request):
-        if isinstance(event, TokenEvent):
-            times.append(time.perf_counter())
-        elif isinstance(event, FinishedEvent) and event.result.shift is not None:
-            found["exposed_ms"] = event.result.shift.exposed_seconds * 1e3
-            found["shift_ms"] = event.result.shift.seconds * 1e3
-    found["first"] = times[0] - started
-    settled = min(12, len(times) - 1)
-    if len(times) > 40:
-        found["a_token"] = (times[-1] - times[settled]) / (len(times) - 1 - settled)
-    return found
+@dataclass(slots=True)
+class Run:
+    """One request: seconds to its first token, seconds a token after it, the shift's exposed seconds."""
+
+    first: float = 0.0
+    each: float = 0.0
+    exposed: float = 0.0
+    chunks: tuple[int, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A loaded group and how much of everything is measured."""
+
+    driver: Driver
+    rounds: int
+    scale: int
+    pair: tuple[Layout, Layout]  # of the answers that are timed
+
+    def scaled(self, tokens: int) -> int:
+        return max(8, tokens // self.scale)
+
+    def runs(self, one: Callable[[int], Run]) -> list[Run]:
+        """One request a seed: no prompt is the one before."""
+        return [one(seed) for seed in range(WARM_UPS + self.rounds)][WARM_UPS:]
+
+    def request(
+        self, prompt: int, answer: int, prefill: Layout, decode: Layout, rule: ChunkRule, seed: int,
+        sampling: SamplingParameters = GREEDY,
+    ) -> Run:  # fmt: skip
+        ids = tuple(np.random.default_rng(seed).integers(300, 30000, prompt).tolist())
+        request = GenerationRequest(ids, answer, sampling, prefill=prefill, decode=decode, chunk_rule=rule)
+        run, times, started = Run(), [], time.perf_counter()
+        for event in generate(self.driver, request):
+            if isinstance(event, TokenEvent):
+                times.append(time.perf_counter())
+                run.tokens.append(event.token.token)
+            elif isinstance(event, FinishedEvent):
+                run.chunks = tuple(event.result.prefill.chunks)
+                run.exposed = event.result.shift.exposed_seconds if event.result.shift is not None else 0.0
+        run.first = times[0] - started
+        if len(times) > SETTLED + 1:
+            run.each = (times[-1] - times[SETTLED]) / (len(times) - 1 - SETTLED)
+        return run
 
 
 def show(name: str, values: list[float], **more: object) -> None:
-    peer = PEER.get(("8b", name.split(",")[0]))
-    line = {"figure": name, "median": round(statistics.median(values), 1), "low": round(min(values), 1),
-            "high": round(max(values), 1), "peer_8b": peer, **more}  # fmt: skip
+    tell({"figure": name, "median": round(statistics.median(values), 2), "low": round(min(values), 2),
+          "high": round(max(values), 2), "peer_8b": PEER_8B.get(name.split(",")[0]), **more})  # fmt: skip
+
+
+def tell(line: dict[str, object]) -> None:
     print(json.dumps(line), flush=True)
+
+
+def prompts(bench: Bench) -> None:
+    layer, tensor = (Layout.LAYER, bench.pair[1]), (Layout.TENSOR, Layout.TENSOR)
+    cases: list[tuple[int, tuple[Layout, Layout], ChunkRule]] = [
+        (8192, layer, Fixed((bench.scaled(1024),))), (8192, layer, Fixed((bench.scaled(2048),))), (8192, layer, Auto()),
+        (2048, layer, Fixed((bench.scaled(1024),))),
+    ]  # fmt: skip
+    if bench.pair[1] is Layout.TENSOR:
+        cases += [(2048, tensor, Fixed((bench.scaled(2048),))), (8192, tensor, Fixed((bench.scaled(4096),)))]
+    for prompt, pair, rule in cases:
+        read_prompt(bench, prompt, pair, rule)
+
+
+def read_prompt(bench: Bench, prompt: int, pair: tuple[Layout, Layout], rule: ChunkRule) -> None:
+    tokens = bench.scaled(prompt)
+    runs = bench.runs(lambda seed: bench.request(tokens, 2, *pair, rule, seed))
+    way = "auto" if isinstance(rule, Auto) else "fixed"
+    show(f"prompt {prompt}, {pair[0]}, {way}", [tokens / run.first for run in runs], chunks=runs[0].chunks)
+
+
+def decode(bench: Bench) -> None:
+    for name, sampling in (("decode", GREEDY), ("decode, sampled", SAMPLED)):
+        runs = bench.runs(lambda seed: bench.request(64, 200, *bench.pair, Auto(), seed, sampling))  # noqa: B023
+        show(name, [1 / run.each for run in runs])
+
+
+def deep(bench: Bench) -> None:
+    depth = bench.scaled(16384)
+    rule = Fixed((bench.scaled(4096),))
+    runs = bench.runs(lambda seed: bench.request(depth, 120, *bench.pair, rule, seed))
+    show("decode at 16384", [1 / run.each for run in runs])
+
+
+def shift(bench: Bench) -> None:
+    tokens, rule = bench.scaled(8192), Fixed((bench.scaled(1024),))
+    pair = Layout.LAYER, Layout.TENSOR
+    runs = [run for _ in range(3) for run in bench.runs(lambda seed: bench.request(tokens, 4, *pair, rule, seed))]
+    show("shift after 8192, exposed ms", [1e3 * run.exposed for run in runs])
+
+
+def batch(bench: Bench) -> None:
+    """Sixteen requests at once: tokens a second in all, from the last one's tenth token to the first one's last."""
+    rates = []
+    for _ in range(1 + bench.rounds):
+        for seed in range(16):
+            ids = tuple(np.random.default_rng(seed).integers(300, 30000, bench.scaled(2048)).tolist())
+            bench.driver.submit(GenerationRequest(ids, 128, GREEDY, prefill=Layout.LAYER, decode=bench.pair[1]))
+        ended, stamps = 0, []
+        while ended < 16:
+            for event in bench.driver.step(0.25):
+                ended += isinstance(event, FinishedEvent)
+                if isinstance(event, TokenEvent):
+                    stamps.append((time.perf_counter(), event.index))
+        begin = max(moment for moment, index in stamps if index == 10)
+        end = min(moment for moment, index in stamps if index == 127)
+        rates.append(sum(begin < moment <= end for moment, _ in stamps) / (end - begin))
+    show("batch of 16", rates[1:])
+
+
+def long(bench: Bench) -> None:
+    read_prompt(bench, 32768, (Layout.LAYER, bench.pair[1]), Fixed((bench.scaled(2048),)))
+    if bench.pair[1] is Layout.TENSOR:
+        read_prompt(bench, 32768, (Layout.TENSOR, Layout.TENSOR), Fixed((bench.scaled(4096),)))
+
+
+def same(bench: Bench) -> None:
+    """A fixed prompt again and again in every layout, and across shifts: the same tokens each time."""
+    tokens, rule = bench.scaled(1500), Fixed((bench.scaled(512),))
+    pairs = [(a, b) for a in Layout for b in Layout] if bench.pair[1] is Layout.TENSOR else [bench.pair]
+    for pair in pairs:
+        found = [bench.request(tokens, 48, *pair, rule, 1).tokens for _ in range(WARM_UPS + bench.rounds)]
+        equal = sum(one == found[0] for one in found)
+        tell({"figure": f"same tokens, {pair[0]} then {pair[1]}", "of": len(found), "equal": equal})
+
+
+def costs(bench: Bench) -> None:
+    begun = time.perf_counter()
+    bench.driver.measure_costs()
+    tell({"measure_s": round(time.perf_counter() - begun, 2), "costs": str(bench.driver.costs)})
+
+
+STAGES: dict[str, Callable[[Bench], None]] = {
+    "same": same, "prompt": prompts, "decode": decode, "shift": shift, "costs": costs, "batch": batch, "deep": deep,
+    "long": long,
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--prompts", default="2048,8192")
-    parser.add_argument("--answer", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=0, help="0: the measured rule")
-    parser.add_argument("--deep", type=int, default=0, help="decode after a prompt of so many tokens too")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--scale", type=int, default=1, help="prompts and chunks are divided by it")
     options = parser.parse_args()
-    prompts = [int(text) for text in options.prompts.split(",")]
-    context = max([*prompts, options.deep]) + options.answer + 64
+    stages = options.stages.split(",")
+    if options.workers == 1:
+        stages = [name for name in stages if name != "shift"]
+    context = max(64, (33400 if {"long", "deep"} & set(stages) else 9000) // options.scale) + 200
     spec = build_spec(resolve_model(options.model), context)
-    rule: ChunkRule = Fixed((options.chunk,)) if options.chunk else Auto()
-    with local_cluster(workers=options.workers, device="cuda") as cluster:
+    with local_cluster(workers=options.workers, device=options.device) as cluster:
         settings = DriverSettings(
-            context_tokens=context, max_chunk_tokens=4096, device="cuda", tick_timeout_seconds=240,
-            answer_timeout_seconds=240,
+            context_tokens=context, max_chunk_tokens=max(64, 4096 // options.scale), device=options.device,
+            tick_timeout_seconds=240, answer_timeout_seconds=240, max_open=16,
+            parallel_requests=16 if options.scale > 1 else 2 if "batch" in stages else 1,
         )  # fmt: skip
+        tell(machine_facts([hello.device for hello in cluster.hellos]))
         driver = Driver(cluster, spec, place(spec, options.workers), settings)
-        begun = time.perf_counter()
         loaded = driver.load()
-        print(
-            json.dumps(
-                {"load_s": round(time.perf_counter() - begun, 2), "weight_bytes": loaded.weight_bytes}
-            ),
-            flush=True,
-        )
-        if options.workers > 1 and not options.chunk:
-            begun = time.perf_counter()
-            costs = driver.measure_costs().costs
-            print(
-                json.dumps({"measure_s": round(time.perf_counter() - begun, 2), "costs": str(costs)[:600]}),
-                flush=True,
-            )
-        layouts = (
-            [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.TENSOR)]
-            if options.workers > 1
-            else [(Layout.LAYER, Layout.LAYER)]
-        )
-        for prefill, decode in layouts:
-            for prompt in prompts:
-                runs = [
-                    run_once(driver, prompt, 1, prefill, decode, rule) for _ in range(1 + options.rounds)
-                ][1:]
-                show(f"prompt {prompt}, {prefill}", [prompt / run["first"] for run in runs])
-        prefill, decode = layouts[0]
-        for depth, name in (
-            (64, "decode"),
-            *(((options.deep, f"decode at {options.deep}"),) if options.deep else ()),
-        ):
-            runs = [
-                run_once(driver, depth, options.answer, prefill, decode, rule)
-                for _ in range(1 + options.rounds)
-            ][1:]
-            show(
-                f"{name}, {decode}",
-                [1 / run["a_token"] for run in runs],
-                exposed_ms=[round(run.get("exposed_ms", 0), 2) for run in runs],
-            )
-        if options.workers > 1:
-            runs = [
-                run_once(driver, prompts[-1], 8, prefill, decode, rule) for _ in range(1 + options.rounds)
-            ][1:]
-            show(
-                f"shift after {prompts[-1]}, exposed ms",
-                [run["exposed_ms"] for run in runs],
-                shift_ms=[round(run["shift_ms"], 2) for run in runs],
-            )
+        tell({"load_s": round(loaded.seconds, 2), "weight_bytes": loaded.weight_bytes, "kv_bytes": loaded.kv_bytes})
+        pair = (Layout.TENSOR, Layout.TENSOR) if options.workers > 1 else (Layout.LAYER, Layout.LAYER)
+        bench = Bench(driver, options.rounds, options.scale, pair)
+        for name in stages:
+            STAGES[name](bench)
+        for report in driver.memory():
+            tell({"rank": report.rank, "planned": report.planned_bytes, "peak": report.peak_bytes,
+                  "device_free": report.device_free_bytes,
+                  "device_reserved": report.device_reserved_bytes})  # fmt: skip
         driver.shutdown()
 
 

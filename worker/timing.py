@@ -37,15 +37,22 @@ class Stopwatch:
 
     def alone(self, run: Run) -> float:
         """Seconds of a run that needs no other rank."""
+        self._compile(run)
         first = self.once(run)
         return self._best(run, first, _repeats(first))
 
     def together(self, run: Run) -> float:
         """Seconds of a run that all ranks do at the same time; rank 0 says how often it is repeated."""
+        self._compile(run)
         self.meet()
         first = self.once(run)
         count = torch.tensor([_repeats(first)], device=self._device)
         return self._best(run, first, int(self._ranks.broadcast(count, root=0).item()))
+
+    def _compile(self, run: Run) -> None:
+        """On a GPU the first run may compile kernels, for seconds: it is never timed."""
+        if self._device.type == "cuda":
+            self.once(run)
 
     def _best(self, run: Run, first: float, repeats: int) -> float:
         """The least: other work on the machine can only add to it."""
