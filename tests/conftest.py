@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
 
@@ -15,6 +16,11 @@ USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+# How long an example takes says nothing about it: other work may run on the machine.
+settings.register_profile("gearshift", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gearshift")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,11 +151,13 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def split_anywhere(content: bytes, draw: Callable[[st.SearchStrategy[int]], int]) -> list[bytes]:
+    """Pieces of 1 to 5 bytes, and one empty piece somewhere."""
     pieces = []
     while content:
-        count = draw(st.integers(0, min(len(content), 5)))
+        count = draw(st.integers(1, min(len(content), 5)))
         pieces.append(content[:count])
         content = content[count:]
+    pieces.insert(draw(st.integers(0, len(pieces))), b"")
     return pieces
 
 
