@@ -54,6 +54,12 @@ class Metadata:
             raise self.fail(key, "a finite number")
         return float(value)
 
+    def number_from_zero(self, key: str) -> float:
+        value = self.number(key)
+        if value < 0:
+            raise self.fail(key, "a number of 0 or more")
+        return value
+
     def positive_number(self, key: str, default: float | None = None) -> float:
         value = self.number(key, default)
         if value <= 0:

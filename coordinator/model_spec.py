@@ -18,7 +18,8 @@ from .gguf_metadata import Metadata
 from .model_files import ModelFiles
 from .model_rope import FACTOR_TENSORS, Ropes, read_ropes
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 512  # the deepest known has 126: what fits is looked for layer by layer
+LONGEST_NAME = 200  # characters of a model's name that are shown
 
 _BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
@@ -51,7 +52,7 @@ def build_spec(files: ModelFiles, context_tokens: int | None = None) -> ModelSpe
         hidden=hidden,
         vocab=vocab,
         trained_context=trained_context,
-        norm_epsilon=metadata.number("attention.layer_norm_rms_epsilon"),
+        norm_epsilon=metadata.number_from_zero("attention.layer_norm_rms_epsilon"),
         activation=family.activation,
         attention_scale=family.attention_scale(
             len(layers), hidden, layers[0].query_heads, layers[0].key_width
@@ -96,7 +97,9 @@ def _model_name(files: ModelFiles) -> str:
     name = files.metadata.get("general.name")
     if not isinstance(name, str) or not name:
         return files.path.stem
-    return name.encode("utf-8", "replace").decode()  # bytes that are no text cannot travel in a message
+    # Bytes that are no text cannot travel in a message, and a terminal would obey what is not printable.
+    shown_name = "".join(letter if letter.isprintable() else "?" for letter in name[:LONGEST_NAME])
+    return shown_name + "..." if len(name) > LONGEST_NAME else shown_name
 
 
 def _block_of(tensor_name: str) -> int:

@@ -170,11 +170,12 @@ class _Holds:
 
     def _held(self, chosen: Residency, layout: Layout) -> list[int]:
         held = [0] * self._ranks
+        migrating, whole = set(chosen.migrating), set(chosen.whole)
         for layer, sizes in enumerate(self._part_bytes):
-            kind, owner = chosen.kind(layer), self._owner[layer]
-            owner_has_all = kind is not Kind.MIGRATE or layout is Layout.LAYER
+            moves, owner = layer in migrating, self._owner[layer]
+            owner_has_all = not moves or layout is Layout.LAYER
             held[owner] += sum(sizes) if owner_has_all else sizes[owner]
-            others_have = kind is Kind.BOTH or (kind is Kind.MIGRATE and layout is Layout.TENSOR)
+            others_have = layout is Layout.TENSOR if moves else layer not in whole
             for rank in range(self._ranks) if others_have else ():
                 held[rank] += sizes[rank] if rank != owner else 0
         return held

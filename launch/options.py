@@ -26,6 +26,7 @@ T = TypeVar("T")
 AUTO = "auto"
 USUAL_RESTARTS = 2  # of a command that somebody is at, or many are
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?)?", re.IGNORECASE)
+MOST_BYTES = 1 << 60  # 1,048,576T
 SIZE_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -119,8 +120,13 @@ def group_settings(
             "max_token_gap": max_token_gap,
         }
     )
+    workers = chosen.whole_number("workers")
+    memory_limits = parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit"))
+    if memory_limits is not None and len(memory_limits) not in (1, workers):
+        values = f"{len(memory_limits)} values for {workers} workers"
+        raise InputError(f"{chosen.place('memory_limit')}: {values}; give one, or one for each")
     return GroupSettings(
-        workers=chosen.whole_number("workers"),
+        workers=workers,
         device=_choice(chosen.place("device"), chosen.text("device"), tuple(Device)),
         threads=chosen.whole_number_or_none("threads"),
         max_chunk_tokens=chosen.whole_number_or_none("max_chunk"),
@@ -130,7 +136,7 @@ def group_settings(
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
         reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
-        memory_limits=parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit")),
+        memory_limits=memory_limits,
         residency=parse_residency(chosen.place("residency"), chosen.text("residency")),
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
@@ -256,7 +262,10 @@ def _size(flag: str, text: str) -> int:
     number, unit = found.groups()
     if unit is None and float(number):
         raise InputError(f"{flag} {number}: which unit? 512M and 7.5G have one")
-    return int(float(number) * SIZE_UNITS[(unit or "k").lower()])
+    found_bytes = float(number) * SIZE_UNITS[(unit or "k").lower()]
+    if found_bytes > MOST_BYTES:
+        raise InputError(f"{flag} takes sizes up to {MOST_BYTES >> 40}T, not {text.strip()[:40]!r}")
+    return int(found_bytes)
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], wanted: str) -> tuple[T, ...]:

@@ -7,7 +7,7 @@ from ..coordinator.residency import Kind, Residency
 from ..proto.errors import InputError
 
 AUTO = "auto"
-RUN = re.compile(r"(\d+)(?:-(\d+))?")
+RUN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,6 @@ def _runs(flag: str, word: str) -> list[tuple[Kind, int, int | None]]:
     for place in places.split("+"):
         match = RUN.fullmatch(place)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise InputError(f"{flag} takes layers as 3 or 0-11, with + between them, not {place!r}")
+            raise InputError(f"{flag} takes layers as 3 or 0-11, with + between them, not {place[:40]!r}")
         found.append((Kind(name), int(match[1]), int(match[2] or match[1]) + 1))
     return found

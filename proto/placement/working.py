@@ -106,12 +106,13 @@ def _pass_bytes(
     spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
 ) -> int:
     """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
-    if case.on_gpu and rows > FUSED_ROWS and _fused(spec, case.kv_format):
+    fused = case.on_gpu and _fused(spec, case.kv_format)  # once: it looks at every layer
+    if fused and rows > FUSED_ROWS:
         return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
     widest = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]
-        if case.on_gpu and _fused(spec, case.kv_format):
+        if fused:
             attention = _fused_attention_bytes(facts, parts, rows, case, spec.hidden)
             forward = _gpu_forward_bytes(parts, rows, spec.hidden)
         elif case.on_gpu:
@@ -246,8 +247,8 @@ def _logit_bytes(spec: ModelSpec, placement: Placement, rank: int) -> int:
 
 
 def _shift_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
-    """Bundles of one chunk's blocks, copied to be sent and as they arrive; the dearer direction."""
-    blocks = min(most_moved_blocks(case.chunk_rows), block_count(case.context_tokens))
+    """Bundles of the last two chunks' blocks, copied to be sent and as they arrive; the dearer direction."""
+    blocks = min(2 * most_moved_blocks(case.chunk_rows), block_count(case.context_tokens))
     others = [other for other in range(placement.ranks) if other != rank]
     as_stage = sum(bundle_bytes(spec, placement, rank, part, case.kv_format) for part in others)
     as_part = sum(bundle_bytes(spec, placement, stage, rank, case.kv_format) for stage in others)

@@ -232,8 +232,18 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_and_a_smaller_one_is_
 
 
 def test_many_layers_that_are_claimed_only_are_refused_soon(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="expected 1 to 4096"):
+    with pytest.raises(ModelFileError, match="expected 1 to 512"):
         built(tmp_path, block_count=2**31 - 1)
+
+
+def test_a_models_name_is_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    assert built(tmp_path, **{"general.name": "a\x1b[31m\n"}).name == "a?[31m?"
+    assert len(built(tmp_path, **{"general.name": "x" * 100_000}).name) < 300
+
+
+def test_an_epsilon_below_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"layer_norm_rms_epsilon is .*0 or more"):
+        built(tmp_path, **{"attention.layer_norm_rms_epsilon": -1.0})
 
 
 # F06: numbers that are scalars or arrays

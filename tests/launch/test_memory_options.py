@@ -22,7 +22,9 @@ def test_a_size_is_a_number_and_a_unit_of_powers_of_1024(text: str, byte_count: 
     assert parse_size("--reserve", text) == byte_count
 
 
-@pytest.mark.parametrize("text", ["", "8", "G", "-1G", "1,5G", "8 gigabytes", "nan", "1e3M", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "G", "-1G", "1,5G", "8 gigabytes", "nan", "1e3M", "inf", "9" * 400 + "G", "2000000T"]
+)
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(InputError, match="--reserve"):
         parse_size("--reserve", text)
@@ -33,6 +35,8 @@ def test_limits_are_one_for_all_workers_or_one_for_each() -> None:
     assert parse_sizes("--memory-limit", None) is None
     with pytest.raises(InputError, match="--memory-limit"):
         parse_sizes("--memory-limit", "8G,")
+    with pytest.raises(InputError, match="--memory-limit: 3 values for 2 workers"):
+        group_settings(workers=2, memory_limit="8G,6G,4G")
 
 
 def test_sizes_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ def test_auto_leaves_it_to_what_fits() -> None:
     assert parse_residency("--residency", "auto") is None
 
 
-@pytest.mark.parametrize("text", ["", "neither", "migrate:", "migrate:3-1", "owner:-1", "owner:1.5", "migrate:1,2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "neither", "migrate:", "migrate:3-1", "owner:-1", "owner:1.5", "migrate:1,2", "owner:" + "9" * 5000],
+)
 def test_what_names_no_layers_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"^--residency takes "):
         parse_residency("--residency", text)
