@@ -37,6 +37,7 @@ from .outbox import Outboxes
 
 MAX_CLIENTS = 1024
 MAX_KEPT = 64  # requests for text of all clients
+MAX_KEPT_BYTES = 64 << 20  # of their messages
 LOOK_SECONDS = 0.1  # between two looks whether loading has ended
 LOADING = "the model is still being loaded"
 
@@ -67,8 +68,10 @@ class EarlyCalls:
         self._started = clock()
         self.clients: dict[ClientPeer, None] = {}  # in the order they came
         self.kept: list[tuple[ClientPeer, Generate]] = []
+        self._kept_bytes: dict[ClientPeer, int] = {}
 
-    def handle(self, peer: ClientPeer, request: AnyRequest) -> AnyReply:
+    def handle(self, peer: ClientPeer, request: AnyRequest, byte_count: int = 0) -> AnyReply:
+        """`byte_count`: how long the message was."""
         if peer not in self.clients and len(self.clients) >= MAX_CLIENTS:
             return Refused(request.call, RefusalKind.BUSY, f"{MAX_CLIENTS} clients are connected")
         self.clients[peer] = None
@@ -81,7 +84,7 @@ class EarlyCalls:
             case AskStatus():
                 return self._status(request.call)
             case Generate():
-                return self._keep(peer, request)
+                return self._keep(peer, request, byte_count)
             case Cancel():
                 text = f"you have no request {request.request} that waits or runs: {LOADING}"
                 return Refused(request.call, RefusalKind.UNKNOWN_REQUEST, text)
@@ -93,12 +96,18 @@ class EarlyCalls:
     def left(self, peer: ClientPeer) -> None:
         """A client is gone, and what it asked for with it."""
         self.clients.pop(peer, None)
+        self._kept_bytes.pop(peer, None)
         self.kept = [(other, request) for other, request in self.kept if other != peer]
 
-    def _keep(self, peer: ClientPeer, request: Generate) -> Queued | Refused:
+    def _keep(self, peer: ClientPeer, request: Generate, byte_count: int) -> Queued | Refused:
+        kept_bytes = sum(self._kept_bytes.values())
+        if kept_bytes + byte_count > MAX_KEPT_BYTES:
+            text = f"{LOADING}, and requests of {kept_bytes >> 20} MiB wait for it already"
+            return Refused(request.call, RefusalKind.BUSY, text)
         if len(self.kept) >= MAX_KEPT:
             return Refused(request.call, RefusalKind.BUSY, f"{LOADING}, and {MAX_KEPT} requests wait for it already")
         self.kept.append((peer, request))
+        self._kept_bytes[peer] = self._kept_bytes.get(peer, 0) + byte_count
         return Queued(request.call, f"{LOADING}: the request is answered after it, {len(self.kept) - 1} before it")
 
     def _status(self, call: int) -> StatusReported:
@@ -183,4 +192,4 @@ class Reception:
     def _answer(self, knock: Knock) -> AnyReply:
         if knock.request is None:
             return Refused(knock.call, RefusalKind.BAD_MESSAGE, knock.fault)
-        return self.calls.handle(knock.peer, knock.request)
+        return self.calls.handle(knock.peer, knock.request, knock.byte_count)

@@ -11,6 +11,7 @@ from .door import WorkersDoor
 from .outbox import Outboxes
 
 MAX_KEPT = 1024  # calls of all clients
+MAX_KEPT_BYTES = 64 << 20  # of their messages
 LOOK_SECONDS = 0.05  # between two looks whether the pause is over
 
 
@@ -26,6 +27,7 @@ class Pause:
     ) -> None:
         """`handle` answers greetings, and must touch nothing that needs workers for them."""
         self.kept: list[Knock] = []
+        self._kept_bytes = 0
         self._listener, self._door, self._outboxes, self._handle = listener, door, outboxes, handle
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pause", daemon=True)
@@ -52,9 +54,10 @@ class Pause:
             self._door.answer(knock)
         elif isinstance(knock.request, Greet):
             self._outboxes.post(self._handle(knock.peer, knock.request))
-        elif len(self.kept) < MAX_KEPT:
+        elif len(self.kept) < MAX_KEPT and self._kept_bytes + knock.byte_count <= MAX_KEPT_BYTES:
             self.kept.append(knock)
+            self._kept_bytes += knock.byte_count
         else:
             call = knock.request.call if knock.request is not None else knock.call
-            words = f"the group is started again, and {MAX_KEPT} calls wait for it already"
+            words = "the group is started again, and as many calls wait for it already as are kept"
             self._outboxes.post([(knock.peer, Refused(call, RefusalKind.BUSY, words))])

@@ -56,6 +56,7 @@ class Knock:
     fault: str = ""
     call: int | None = None  # of a faulty request, where it can be read
     hello: Hello | None = None
+    byte_count: int = 0  # of the message
 
 
 class ClientListener(Channel):
@@ -200,6 +201,6 @@ def _knock(peer: ClientPeer, frames: list[bytes]) -> Knock:
                 return Knock(peer, hello=report)
         if len(frames) != 1:
             raise ProtocolError(f"a client's message has 1 frame, not {len(frames)}")
-        return Knock(peer, decode_request(frames[0]))
+        return Knock(peer, decode_request(frames[0]), byte_count=len(frames[0]))
     except ProtocolError as error:
         return Knock(peer, fault=str(error), call=call_of(frames[0]) if len(frames) == 1 else None)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 import gearshift
-from gearshift.coordinator.api.loading import MAX_KEPT, EarlyCalls, Reception
+from gearshift.coordinator.api.loading import MAX_KEPT, MAX_KEPT_BYTES, EarlyCalls, Reception
 from gearshift.coordinator.api.remote import RemoteApi
 from gearshift.coordinator.api.server import Server
 from gearshift.proto.channel import ClientListener, ClientPeer
@@ -66,6 +66,15 @@ def test_requests_are_kept_up_to_a_bound_and_go_with_their_client() -> None:
     calls.left(BEN)
     assert isinstance(calls.handle(ANNA, Generate(4, text="b")), Queued)
     assert [(peer, request.call) for peer, request in calls.kept] == [(ANNA, 4)]
+
+
+def test_long_requests_are_kept_up_to_a_bound_of_bytes() -> None:
+    calls = early()
+    assert isinstance(calls.handle(BEN, Generate(1, text="a"), MAX_KEPT_BYTES - 10), Queued)
+    assert isinstance(calls.handle(ANNA, Generate(2, text="a"), 11), Refused)
+    assert isinstance(calls.handle(ANNA, Generate(3, text="a"), 10), Queued)
+    calls.left(BEN)
+    assert isinstance(calls.handle(ANNA, Generate(4, text="a"), 11), Queued)
 
 
 # Over sockets

@@ -1,0 +1,51 @@
+"""Frames of clients that would become far more memory than they have bytes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearshift.proto import codec
+from gearshift.proto.client_messages import Generate
+from gearshift.proto.codec import MAX_CHAT_VALUES, decode_request, encode
+from gearshift.proto.errors import ProtocolError
+
+NUMBERS = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
+PLAIN = st.none() | NUMBERS | st.text(max_size=300)
+NESTED = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=17) | st.dictionaries(st.text(max_size=40), inner, max_size=17)
+)
+
+
+def values(one: Any) -> int:
+    if isinstance(one, dict):
+        return 1 + sum(1 + values(value) for value in one.values())
+    return 1 + sum(map(values, one)) if isinstance(one, list | tuple) else 1
+
+
+@pytest.mark.parametrize(
+    "field", [{"messages": ({},) * 250_000}, {"tools": ({},) * 250_000}, {"template_options": {"a": [[]] * 250_000}}]
+)
+def test_millions_of_empty_values_are_refused_before_they_are_built(field: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="more than 200000 values in messages, tools and template_options"):
+        decode_request(encode(Generate(1, **field)))
+
+
+def test_long_texts_and_prompts_of_many_ids_are_taken() -> None:
+    message = {"role": "user", "content": "\u65e5" * 1_000_000}
+    for request in (Generate(1, messages=(message,)), Generate(1, ids=tuple(range(MAX_CHAT_VALUES + 1)))):
+        assert decode_request(encode(request)) == request
+
+
+@settings(max_examples=30)
+@given(NESTED)
+def test_values_are_counted_as_they_would_be_built(nested: Any) -> None:
+    request = Generate(1, template_options={"x": nested})
+    count = values(request.template_options) + 2  # messages and tools are None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MAX_CHAT_VALUES", count)
+        assert decode_request(encode(request)) == request
+        patch.setattr(codec, "MAX_CHAT_VALUES", count - 1)
+        with pytest.raises(ProtocolError, match="values in messages"):
+            decode_request(encode(request))
