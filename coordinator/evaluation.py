@@ -11,8 +11,10 @@ from ..proto.errors import InputError, RequestFailedError
 from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.ids import Layout, RequestId
 from .chunk_plan import Auto, ChunkRule
-from .driver import POLL_SECONDS, Driver, generate
+from .driver import Driver
 from .generation import FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent
+from .group_talk import POLL_SECONDS
+from .one_request import generate
 
 
 @dataclass(frozen=True, slots=True)

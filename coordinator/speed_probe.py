@@ -10,8 +10,9 @@ from ..proto.placement.cuts import place
 from ..proto.reports import CostsMeasured, Hello, KindSeconds
 from .auto_shares import AutoShares, Look, choose_layers, choose_parts, next_shares
 from .cluster import Group
-from .cost_measuring import MeasuringPlan
-from .driver import Driver, DriverSettings
+from .driver import Driver
+from .driver_settings import DriverSettings
+from .measuring_plan import MeasuringPlan
 from .sample_model import SampleModel, sample_model
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}

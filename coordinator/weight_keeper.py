@@ -14,7 +14,10 @@ from typing import Protocol, TypeVar
 from ..proto.commands import AnyCommand, MigrateWeights, PrepareMigration
 from ..proto.errors import ProtocolError
 from ..proto.ids import Layout, Rank, RequestId, WeightSource
-from ..proto.placement.migration import Group, Migration
+from ..proto.model import ModelSpec
+from ..proto.placement.memory import Holding
+from ..proto.placement.migration import Group, Migration, migration
+from ..proto.placement.plan import Placement
 from ..proto.reports import MigrationPrepared, WeightsMigrated
 
 HOME = Layout.LAYER  # where the weights lie at first
@@ -90,6 +93,10 @@ class WeightKeeper:
 
     def allows(self, layout: Layout) -> bool:
         return not self.migrates or self.at is layout
+
+    def arrived(self, layout: Layout) -> bool:
+        """`allows`, and every rank has told so."""
+        return self.allows(layout) and not self.late_ranks
 
     def ready(self, sessions: Sequence[W]) -> list[W]:
         """Those that may have work in the next tick: whose weights are here, and who do not push in.
@@ -243,3 +250,10 @@ class WeightKeeper:
             self.stories.append(
                 MigrationStory(command.to, group.background, 1, group.seconds, group.received_bytes)
             )
+
+
+def weight_keeper(spec: ModelSpec, placement: Placement, holding: Holding) -> WeightKeeper:
+    """For a model as it is placed, its weights at home."""
+    if not placement.migrating:
+        return WeightKeeper(placement.ranks)
+    return WeightKeeper(placement.ranks, {to: migration(spec, placement, to, holding) for to in Layout})

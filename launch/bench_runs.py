@@ -8,8 +8,9 @@ from itertools import count
 from statistics import mean, median
 
 from ..coordinator.chunk_plan import Auto, ChunkRule
-from ..coordinator.driver import Driver, generate
+from ..coordinator.driver import Driver
 from ..coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
+from ..coordinator.one_request import generate
 from ..coordinator.policy import Journey, journeys
 from ..coordinator.trace import Stretch, Trace, TraceEvent
 from ..proto.errors import RequestFailedError

@@ -12,9 +12,10 @@ import msgspec
 
 from .. import __version__
 from ..coordinator.cost_files import read_cost_file, write_costs
-from ..coordinator.cost_measuring import MeasuringPlan
 from ..coordinator.cost_model import Costs
-from ..coordinator.driver import Driver, LoadResult
+from ..coordinator.driver import Driver
+from ..coordinator.load_result import LoadResult
+from ..coordinator.measuring_plan import MeasuringPlan
 from ..proto.codec import PROTOCOL_VERSION
 from ..proto.errors import InputError
 from ..proto.model import ModelSpec

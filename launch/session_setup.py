@@ -9,8 +9,10 @@ from time import monotonic
 
 from ..coordinator.chunk_plan import Auto, Sqrt
 from ..coordinator.device_memory import DeviceMemory, DeviceUse, device_uses, probe_memory
-from ..coordinator.driver import Driver, DriverSettings, LoadResult
+from ..coordinator.driver import Driver
+from ..coordinator.driver_settings import DriverSettings
 from ..coordinator.fit_choice import ContextWish, Fit
+from ..coordinator.load_result import LoadResult
 from ..coordinator.memory_fit import RankMemory
 from ..coordinator.model_files import ModelFiles
 from ..coordinator.model_spec import build_spec

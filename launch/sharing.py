@@ -12,7 +12,7 @@ from .. import __version__
 from ..coordinator.auto_shares import equal_stages, suggested_lengths
 from ..coordinator.cluster import Group
 from ..coordinator.cost_model import Costs
-from ..coordinator.driver import DriverSettings
+from ..coordinator.driver_settings import DriverSettings
 from ..coordinator.speed_probe import ProbedShares, alike, probe_shares
 from ..proto.model import ModelSpec
 from ..proto.reports import Hello

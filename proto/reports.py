@@ -72,7 +72,7 @@ class KindSeconds(Struct, frozen=True):
     """Seconds of one layer of a kind, in the order of the points asked for.
 
     `whole`: a chunk through one whole layer of this rank's stage, empty where that has none of this kind. `part`:
-    through the rank's own part, without collectives. `together`: under tensor parallelism with them. The same for steps.
+    through the rank's own part, without collectives. `together`: under tensor parallelism with them. So for steps.
     """
 
     layers: tuple[int, ...]  # all of the model's that are alike
@@ -94,7 +94,9 @@ class TransferSeconds(Struct, frozen=True):
 
 
 class CostsMeasured(Report, frozen=True):
-    """Best of a few passes. Step by step in the order of the steps asked for: `hops` makes a stage's result known to all, once a
+    """Best of a few passes, in seconds.
+
+    One figure for each of the steps asked for, in their order: `hops` makes a stage's result known to all, once a
     stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
     are whole steps as the device runs them by itself, empty where it does not.
     """

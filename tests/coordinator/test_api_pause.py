@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import gearshift
-from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.proto.errors import GearshiftError
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place

@@ -5,14 +5,8 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from gearshift.coordinator.cost_measuring import (
-    MIB,
-    Measurement,
-    best,
-    joined,
-    layer_values,
-    measuring_plan,
-)
+from gearshift.coordinator.cost_measuring import Measurement, best, joined
+from gearshift.coordinator.measuring_plan import MIB, layer_values, measuring_plan
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
 from gearshift.tests.helpers import measured as made_up

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from gearshift.coordinator.chunk_plan import Auto, Fixed
-from gearshift.coordinator.driver import Driver, DriverSettings, generate
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity, window_targets
 from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.commands import LoadModel, MeasureCosts, RunTick, Shutdown
 from gearshift.proto.errors import DoesNotFitError, InputError, RequestFailedError, WorkerLostError
 from gearshift.proto.generation_result import FinishReason, GenerationResult

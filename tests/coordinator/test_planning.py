@@ -9,9 +9,11 @@ import pytest
 from gearshift.coordinator.answer_length import FIRST_GUESS_TOKENS, AnswerLengths
 from gearshift.coordinator.chunk_plan import Fixed, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
-from gearshift.coordinator.driver import Driver, DriverSettings, generate
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.forecast import Running
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, RequestPlan, TokenEvent
+from gearshift.coordinator.one_request import generate
 from gearshift.coordinator.planning import GroupState, plan_request
 from gearshift.coordinator.regret import Regret
 from gearshift.proto.ids import Layout, RequestId

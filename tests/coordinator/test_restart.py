@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import LOST, Driver, DriverSettings, generate
+from gearshift.coordinator.driver import LOST, Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.errors import GearshiftError, InputError, WorkerFailedError, WorkerLostError
 from gearshift.proto.generation_result import FinishReason, GenerationResult
 from gearshift.proto.ids import Layout

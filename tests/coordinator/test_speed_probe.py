@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from gearshift.coordinator.driver import DriverSettings
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.sample_model import MOST_LAYERS, sample_model
 from gearshift.coordinator.speed_probe import alike, probe_shares
 from gearshift.proto.commands import AnyCommand, LoadModel, MeasureCosts, UnloadModel

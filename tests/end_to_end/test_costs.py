@@ -8,8 +8,8 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.cost_files import costs_from_json, costs_to_json
-from gearshift.coordinator.driver import generate
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.answers import GREEDY
 from gearshift.tests.helpers.layouts import some_ids

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.driver import Driver, generate
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.coordinator.one_request import generate
 from gearshift.launch.command_line import run_command
 from gearshift.proto.errors import InputError
 from gearshift.proto.generation_result import GenerationResult

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec

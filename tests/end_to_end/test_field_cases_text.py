@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import generate
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
 from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.one_request import generate
 from gearshift.coordinator.text_stream import TextStream
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.launch.answer import follow

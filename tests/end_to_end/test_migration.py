@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.driver import POLL_SECONDS, Driver
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest
+from gearshift.coordinator.group_talk import POLL_SECONDS
 from gearshift.proto.ids import KvType, Layout, WeightSource
 from gearshift.proto.placement.memory import Holding, held_bytes
 from gearshift.tests.helpers.answers import GREEDY, answer

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import Driver, generate
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.generation_result import FinishReason, GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import POLL_SECONDS, Driver
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
+from gearshift.coordinator.group_talk import POLL_SECONDS
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
 from gearshift.proto.ids import KvType, Layout

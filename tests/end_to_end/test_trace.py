@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import generate
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.coordinator.one_request import generate
 from gearshift.launch.trace_file import trace_file
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.running_groups import RunningGroups

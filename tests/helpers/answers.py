@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from gearshift.coordinator.driver import Driver, generate
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.reports import SampledToken
 from gearshift.proto.sampling import SamplingParameters

@@ -4,7 +4,8 @@ from random import Random
 
 from gearshift.coordinator.api.remote import RemoteApi
 from gearshift.coordinator.api.service import Service
-from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
+from gearshift.coordinator.load_result import LoadResult
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
 from gearshift.launch.local import local_cluster

@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from gearshift.coordinator.cost_files import costs_from_json, read_cost_file, read_costs
-from gearshift.coordinator.cost_measuring import Measurement, measuring_plan
-from gearshift.coordinator.driver import Driver, DriverSettings
+from gearshift.coordinator.cost_measuring import Measurement
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
+from gearshift.coordinator.measuring_plan import measuring_plan
 from gearshift.launch import session_setup
 from gearshift.launch.calibration import (
     calibration_facts,

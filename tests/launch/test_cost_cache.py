@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import Driver, DriverSettings, LoadResult, generate
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
+from gearshift.coordinator.load_result import LoadResult
+from gearshift.coordinator.one_request import generate
 from gearshift.launch import cost_cache
 from gearshift.launch.cost_cache import ENOUGH_OBSERVATIONS, CostPlace, cost_facts, cost_path, settle_costs
 from gearshift.launch.options import GroupSettings, group_settings

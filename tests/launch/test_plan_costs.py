@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.cost_measuring import MeasuringPlan
 from gearshift.coordinator.cost_model import ChunkCost, Costs
-from gearshift.coordinator.driver import LoadResult
+from gearshift.coordinator.load_result import LoadResult
+from gearshift.coordinator.measuring_plan import MeasuringPlan
 from gearshift.launch.cost_cache import cost_facts, cost_path, keep_costs
 from gearshift.launch.options import Device, GroupSettings, group_settings
 from gearshift.launch.plan_costs import kept_costs

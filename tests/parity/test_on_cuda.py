@@ -8,9 +8,10 @@ import pytest
 
 from gearshift.benchmarks.synthetic_models import write_model
 from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.driver import Driver, generate
+from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest, TokenEvent
+from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.running_groups import RunningGroups, running_groups

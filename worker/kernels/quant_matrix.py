@@ -92,7 +92,7 @@ class QuantMatrix:
         return out
 
     def multiply_quantized(self, x: QuantizedRows, out: Tensor) -> None:
-        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say them."""
+        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say."""
         first = 0
         for piece in self.pieces:
             columns = out[:, first : first + _rows(piece)]
