@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, RunTick
+from msgspec.structs import replace
+
+from ..proto.commands import AnyCommand, Batch, Chunk, HashKv, Move, RunTick
 from ..proto.errors import DoesNotFitError, ProtocolError
 from ..proto.generation_result import FinishReason, ShiftFailureKind
 from ..proto.ids import Layout, Rank, RequestId
@@ -353,9 +355,10 @@ class Scheduler:
         if not (moves or stages or tensor_chunk or batches or freed):
             return None
         frees = tuple(session.plan.request_id for session in freed)
-        tick = RunTick(self._sequence, stages, tensor_chunk, batches, tuple(moves), frees)
+        tick = RunTick(self._sequence, stages, tensor_chunk, batches, tuple(moves), frees=frees)
         self._sequence += 1
         self._note_written(tick)
+        tick = replace(tick, late_moves=tuple(self._late_moves(tick)))
         self._ticks[tick.sequence] = TickRecord(tick, {Rank(rank) for rank in range(self._settings.ranks)}, freed)
         for session in freed:
             self._close(session)
@@ -390,6 +393,11 @@ class Scheduler:
         if tick.tensor_chunk is not None:
             for stage in range(self._settings.ranks):
                 self._open[tick.tensor_chunk.request].chunk_passed(stage, tick.tensor_chunk)
+
+    def _late_moves(self, tick: RunTick) -> list[Move]:
+        """What a prompt's last chunk writes in the tick just built: it leaves beside the head and the sampler."""
+        leaving = (self._open[chunk.request] for chunk in _leaving_chunks(tick))
+        return [move for session in leaving for move in session.take_last_moves()]
 
     def _closable(self, stages: tuple[Chunk | None, ...]) -> list[Session]:
         """Ended requests without a chunk that still has a stage to come."""

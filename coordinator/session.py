@@ -211,6 +211,10 @@ class Session:
                 moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
         return moves
 
+    def take_last_moves(self) -> list[Move]:
+        """The rest, in the tick that writes it; none where the prompt goes on, or where bundles change places."""
+        return self.take_moves() if self.phase is Phase.SHIFT and self._swap_blocks is None else []
+
     def _take_swaps(self, most_blocks: int) -> list[Move]:
         """The next blocks of all stages together: what comes to a slot takes the place of what leaves it."""
         first, all_blocks = self._moved_blocks[0], block_count(self.prompt_tokens)

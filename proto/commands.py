@@ -158,13 +158,18 @@ class Move(Struct, frozen=True):
 
 
 class RunTick(Command, frozen=True):
-    """One entry of the work log. Order inside a tick: moves start, chunk, tensor chunk, decode, moves end, frees."""
+    """One entry of the work log.
+
+    Order inside a tick: moves start, chunk and tensor chunk through their layers, late moves start, head and sampler
+    for what has left the last stage, decode, moves end, frees.
+    """
 
     sequence: int
     chunk_of_stage: tuple[Chunk | None, ...] = ()  # S entries, or none at all: stage s runs entry s
     tensor_chunk: Chunk | None = None  # all ranks together
     decode: tuple[Batch, ...] = ()  # at most one a layout
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()  # of blocks that earlier ticks have written
+    late_moves: tuple[Move, ...] = ()  # of those that a prompt's last chunk writes in this one
     frees: tuple[RequestId, ...] = ()
     spans: bool = False  # report what was done when, for a trace
 

@@ -68,7 +68,7 @@ from .model.decoder import Decoder
 from .model.slowed_decoder import SlowedDecoder
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
-from .shift import Shifter
+from .shift import MovesUnderWay, Shifter
 from .weights.files_here import files_here
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
@@ -232,12 +232,12 @@ class LoadedModel:
         moves = self.shifter.start_moves(tick.moves)
         posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
-        self._run_chunks(tick, output)
+        moves.join(self._run_chunks(tick, output))
         for batch in tick.decode:
             self.engine.decode(batch, output)
         computed = time.monotonic()
         moves.finish()
-        _note_moves(tick.moves, output, started, posted, computed)
+        _note_moves((*tick.moves, *tick.late_moves), output, moves.started or started, posted, computed)
         for request in tick.frees:
             self.requests.close(request)
             if self.sampler is not None:
@@ -247,16 +247,21 @@ class LoadedModel:
             tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
         )
 
-    def _run_chunks(self, tick: RunTick, output: TickOutput) -> None:
+    def _run_chunks(self, tick: RunTick, output: TickOutput) -> MovesUnderWay:
+        """Chunks through their layers, then their heads; what they have written last is on its way meanwhile."""
         hidden_TD: Tensor | None = None
+        tensor_TD: Tensor | None = None
         if tick.chunk_of_stage and (mine := tick.chunk_of_stage[self.rank]) is not None:
             hidden_TD = self.engine.stage_chunk(mine, output)
+        if tick.tensor_chunk is not None:
+            tensor_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
+        late_moves = self.shifter.start_moves(tick.late_moves)
         if (leaving := finished_chunk(tick.chunk_of_stage)) is not None:
             is_last = self.rank == self.load.placement.ranks - 1
             self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)
         if tick.tensor_chunk is not None:
-            hidden_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
-            self.engine.finish_chunk(tick.tensor_chunk, hidden_TD, Layout.TENSOR, output)
+            self.engine.finish_chunk(tick.tensor_chunk, tensor_TD, Layout.TENSOR, output)
+        return late_moves
 
 
 def _layouts(tick: RunTick) -> set[Layout]:
@@ -278,7 +283,7 @@ def _note_moves(
     request = moves[0].request if len({move.request for move in moves}) == 1 else None
     blocks = sum(move.end_block - move.first_block for move in moves)
     for kind, first, last in (
-        (SpanKind.MOVES_BEGIN, started, posted),
+        (SpanKind.MOVES_BEGIN, started, max(started, posted)),
         (SpanKind.MOVES_END, computed, finished),
         (SpanKind.MOVES, started, finished),
     ):

@@ -114,7 +114,7 @@ class Shifter:
                     receives.append((source, parcel))
                     arrivals.append(Arrival(shift, move, bundle, parcel))
         handle = self._links.kv.start(sends, receives)
-        return MovesUnderWay(self._kv, handle, arrivals, self._checksums, started)
+        return MovesUnderWay(self._kv, [handle], arrivals, self._checksums, started if moves else None)
 
     def _parcel(self, bundle: Bundle, move: Move) -> Tensor:
         blocks = move.end_block - move.first_block
@@ -185,10 +185,18 @@ class MovesUnderWay:
     """A tick's transfers between their start and the tick's end."""
 
     def __init__(
-        self, kv: KvStore, handle: MoveHandle, arrivals: list[Arrival], checksums: Checksums, started: float
+        self, kv: KvStore, handles: list[MoveHandle], arrivals: list[Arrival], checksums: Checksums,
+        started: float | None,
     ) -> None:
-        self._kv, self._handle, self._arrivals, self._started = kv, handle, arrivals, started
+        """`started`: monotonic clock; None where nothing moves."""
+        self._kv, self._handles, self._arrivals, self.started = kv, handles, arrivals, started
         self._checksums = checksums
+
+    def join(self, later: "MovesUnderWay") -> None:
+        """Those that started later in the same tick are finished with these."""
+        self._handles += later._handles
+        self._arrivals += later._arrivals
+        self.started = later.started if self.started is None else self.started
 
     def finish(self) -> None:
         """Wait (bounded), check what arrived and put it into its slots. What the check says is read at the commit."""
@@ -199,7 +207,8 @@ class MovesUnderWay:
 
     def wait_and_check(self) -> list[tuple[DamagedMove, Tensor]]:
         """Of each arrival, what it is, and bool [1] on the device: whether it is as it was sent."""
-        self._handle.wait()
+        for handle in self._handles:
+            handle.wait()
         return [
             (
                 DamagedMove(*arrival.bundle, arrival.move.first_block, arrival.move.end_block),
@@ -215,7 +224,7 @@ class MovesUnderWay:
             self._kv.put_blocks(bundle, arrival.shift.slots[bundle], move.first_block, move.end_block, data)
             arrival.shift.received_bytes += data.numel()
         for shift in {id(arrival.shift): arrival.shift for arrival in self._arrivals}.values():
-            shift.move_seconds += time.monotonic() - self._started
+            shift.move_seconds += time.monotonic() - (self.started or time.monotonic())
 
 
 def _salt(move: Move, bundle: Bundle) -> int:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from ..ids import KvType, Layout
-from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks, row_bytes
+from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks
 from ..model import LayerSpec, ModelSpec
 from .bundles import bundle_bytes
 from .memory import Holding
@@ -309,11 +309,3 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     words = placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)
     inbox = 4 * words if placement.ranks > 1 else 0
     return sum(size * row for size in sizes) + len(sizes) * GRAPH_BYTES + inbox
-
-
-def kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
-    """Keys and values of one token, each head once."""
-    return sum(
-        layer.kv_heads * (row_bytes(kv_format.key, layer.key_width) + row_bytes(kv_format.value, layer.value_width))
-        for layer in spec.layers
-    )

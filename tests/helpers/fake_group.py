@@ -381,9 +381,10 @@ class FakeGroup:
         for stage, chunk in enumerate(stages):
             if chunk is not None:
                 self._read_chunk(chunk, Layout.LAYER, [stage])
+        if tick.tensor_chunk is not None:
+            self._read_chunk(tick.tensor_chunk, Layout.TENSOR, list(range(self.ranks)))
+        arrivals += [arrival for move in tick.late_moves for arrival in self._take_move(move)]
         for chunk in (stages[-1], tick.tensor_chunk):
-            if chunk is not None and chunk is tick.tensor_chunk:
-                self._read_chunk(chunk, Layout.TENSOR, list(range(self.ranks)))
             if chunk is not None:
                 self._finish_chunk(chunk, tokens, logits, scores)
         assert len({batch.layout for batch in tick.decode}) == len(tick.decode)
