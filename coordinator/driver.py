@@ -50,7 +50,7 @@ from .group_talk import GroupTalk
 from .known_costs import KnownCosts
 from .load_result import LoadResult
 from .measuring_plan import MeasuringPlan, layer_values, measuring_plan
-from .planning import GroupState, plan_request
+from .planning import GroupSnapshot, plan_request
 from .policy import journeys
 from .request_stories import RequestStories
 from .scheduler import Scheduler
@@ -249,7 +249,7 @@ class Driver:
     def plan(self, request: GenerationRequest, request_id: RequestId | None = None) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
         last = self._last_plan.weights if self._last_plan is not None else None
-        group = GroupState(
+        group = GroupSnapshot(
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
             context_tokens=self._settings.context_tokens,

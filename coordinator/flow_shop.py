@@ -40,11 +40,6 @@ def makespan_in_ticks(seconds: Sequence[Sequence[float]], decode_seconds: float)
     return total
 
 
-def equal_makespan(chunk_seconds: Sequence[float], stages: int) -> float:
-    """`makespan` for equal stages: the sum, and S-1 times the longest."""
-    return sum(chunk_seconds) + (stages - 1) * max(chunk_seconds)
-
-
 def chunk_seconds(chunks: Sequence[int], cached: int, cost: ChunkCost) -> list[float]:
     """Seconds of each chunk on one stage."""
     result = []

@@ -28,8 +28,8 @@ class Scale:
     reduce_bytes: tuple[int, ...]
 
 
-CPU = Scale(256, 512, 64, 1024, (4096, 65536, MIB))
-CUDA = Scale(2048, 8192, 256, 8192, (4096, 16384, 65536, MIB, 16 * MIB))
+CPU_SCALE = Scale(256, 512, 64, 1024, (4096, 65536, MIB))
+CUDA_SCALE = Scale(2048, 8192, 256, 8192, (4096, 16384, 65536, MIB, 16 * MIB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def measuring_plan(
     All lie within the context and the chunk buffers. `layer_values`: weights of the largest layer, so that a chunk
     through a large one on a CPU does not take seconds.
     """
-    scale = CPU if device == "cpu" else CUDA
+    scale = CPU_SCALE if device == "cpu" else CUDA_SCALE
     longest = max(1, min(scale.chunk, max_chunk_tokens, context_tokens // 2))
     if device == "cpu" and layer_values:
         longest = min(longest, max(LEAST_CHUNK, CPU_PASS_PRODUCTS // layer_values))

@@ -14,7 +14,6 @@ from .forecast import (
     decode_seconds_of,
     forecasts,
     stage_rows,
-    step_seconds,
 )
 from .policy import Choice, choose, journeys
 from .regret import Regret, other
@@ -146,9 +145,3 @@ def bars(task: Task, costs: Costs, choice: Choice, forecast: Forecast | None) ->
         by_turns = choice.decode is Layout.LAYER and ranks > 1
         made += [Bar(rank, first, first + forecast.decode, by_turns=by_turns) for rank in range(ranks)]
     return tuple(made)
-
-
-def step_rate(task: Task, costs: Costs, layout: Layout) -> float | None:
-    """Answer tokens a second of all the task's requests, in a layout."""
-    seconds = step_seconds(task, costs, layout)
-    return task.requests / seconds if seconds else None

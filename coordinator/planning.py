@@ -17,7 +17,7 @@ REPORTED_LOGIT_BYTES = 64 << 20  # of one chunk: they travel in one message
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
+class GroupSnapshot:
     """What a plan depends on beside the request: the group, its costs, and how it fares now."""
 
     ranks: int
@@ -35,7 +35,7 @@ class GroupState:
 def plan_request(
     request_id: RequestId,
     request: GenerationRequest,
-    group: GroupState,
+    group: GroupSnapshot,
     kept: KeptPrefix | None = None,
 ) -> RequestPlan:
     """The plan of a request that can be run; an `InputError` names what cannot.
@@ -55,7 +55,7 @@ def plan_request(
 
 
 def _plan(
-    request_id: RequestId, request: GenerationRequest, group: GroupState, kept: KeptPrefix | None
+    request_id: RequestId, request: GenerationRequest, group: GroupSnapshot, kept: KeptPrefix | None
 ) -> tuple[RequestPlan, Choice]:
     room = (
         group.context_tokens - len(request.prompt) + 1

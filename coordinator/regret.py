@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from ..proto.ids import Layout
 
-MOST_TIMES_HINDSIGHT = 3.0
-
 
 def other(layout: Layout) -> Layout:
+    """The one that is not `layout`."""
     return Layout.TENSOR if layout is Layout.LAYER else Layout.LAYER
 
 

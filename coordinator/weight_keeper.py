@@ -16,7 +16,7 @@ from ..proto.errors import ProtocolError
 from ..proto.ids import Layout, Rank, RequestId, WeightSource
 from ..proto.model import ModelSpec
 from ..proto.placement.memory import Holding
-from ..proto.placement.migration import Group, Migration, migration
+from ..proto.placement.migration import LayerGroup, Migration, migration
 from ..proto.placement.plan import Placement
 from ..proto.reports import MigrationPrepared, WeightsMigrated
 
@@ -26,8 +26,8 @@ STORIES = 64  # kept, the last ones
 BACKGROUND_GROUPS = 2  # under way at a time while idle: no more than these must be waited for by whoever comes
 
 
-class Worker(Protocol):
-    """What a session tells of its needs."""
+class WeightUser(Protocol):
+    """What a request tells of its needs."""
 
     @property
     def needed_layout(self) -> Layout | None: ...
@@ -36,7 +36,7 @@ class Worker(Protocol):
     def has_begun(self) -> bool: ...
 
 
-W = TypeVar("W", bound=Worker)
+U = TypeVar("U", bound=WeightUser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _UnderWay:
     """A group of layers on its way, and who has not told of its end."""
 
     command: MigrateWeights
-    group: Group
+    group: LayerGroup
     background: bool
     missing: set[Rank]
     seconds: float = 0.0
@@ -98,7 +98,7 @@ class WeightKeeper:
         """`allows`, and every rank has told so."""
         return self.allows(layout) and not self.late_ranks
 
-    def ready(self, sessions: Sequence[W]) -> list[W]:
+    def ready(self, sessions: Sequence[U]) -> list[U]:
         """Those that may have work in the next tick: whose weights are here, and who do not push in.
 
         A request that waits for its weights is not overtaken by later ones that have not begun.
@@ -114,7 +114,7 @@ class WeightKeeper:
                 found.append(session)
         return found
 
-    def wanted(self, sessions: Sequence[W]) -> W | None:
+    def wanted(self, sessions: Sequence[U]) -> U | None:
         """The request that the weights are to move for: the first that waits, once nobody is ready."""
         if not self.migrates or self.ready(sessions):
             return None
@@ -202,12 +202,6 @@ class WeightKeeper:
 
     # Prices
 
-    def seconds_to(self, to: Layout) -> float | None:
-        """What the rest of the way to `to` will take, from what was measured; None before any was."""
-        if not self.migrates or not self.bytes_per_second:
-            return None if self.migrates else 0.0
-        return max(self.bytes_to(to)) / self.bytes_per_second
-
     def way_bytes(self, to: Layout) -> int:
         """Bytes that the busiest rank receives on the whole way to `to`."""
         return max(self.ways[to].rank_bytes) if to in self.ways else 0
@@ -222,7 +216,7 @@ class WeightKeeper:
         left = [group for group, place in zip(self._groups(to), self._at, strict=True) if place is not to]
         return tuple(sum(sum(group.received_bytes(rank)) for group in left) for rank in range(self.ranks))
 
-    def _groups(self, to: Layout) -> tuple[Group, ...]:
+    def _groups(self, to: Layout) -> tuple[LayerGroup, ...]:
         return self.ways[to].groups if to in self.ways else ()
 
     def _source(self) -> WeightSource:

@@ -44,7 +44,7 @@ def transfers(placement: Placement, layers: Sequence[int], to: Layout) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Some layers that migrate together, and the bytes of each of their transfers."""
 
     layers: tuple[int, ...]
@@ -69,7 +69,7 @@ class Migration:
 
     to: Layout
     ranks: int
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -135,7 +135,7 @@ def _runs(placement: Placement, count: int) -> Iterator[tuple[int, ...]]:
 
 def _group(
     spec: ModelSpec, placement: Placement, to: Layout, layers: tuple[int, ...], holding: memory.Holding
-) -> Group:
+) -> LayerGroup:
     moves = transfers(placement, layers, to)
     sizes = (memory.part_bytes(spec, placement, move.layer, move.part, holding) for move in moves)
-    return Group(layers, tuple(zip(moves, sizes, strict=True)))
+    return LayerGroup(layers, tuple(zip(moves, sizes, strict=True)))

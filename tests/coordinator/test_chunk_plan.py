@@ -17,7 +17,7 @@ from gearshift.coordinator.chunk_plan import (
     plan_chunks,
 )
 from gearshift.coordinator.cost_model import ChunkCost
-from gearshift.coordinator.flow_shop import chunk_seconds, equal_makespan, makespan, makespan_of_chunks
+from gearshift.coordinator.flow_shop import chunk_seconds, makespan, makespan_of_chunks
 from gearshift.proto.errors import InputError
 
 CUDA = Limits(grid=256, minimum=512, max_chunk=8192)
@@ -132,8 +132,10 @@ def test_every_plan_covers_the_prompt_with_chunks_within_the_buffers(
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=8), st.integers(1, 6))
-def test_the_short_makespan_of_equal_stages_is_the_flow_shops(seconds: list[float], stages: int) -> None:
-    assert equal_makespan(seconds, stages) == pytest.approx(makespan([seconds] * stages))
+def test_equal_stages_take_the_sum_and_the_longest_chunk_once_more_a_further_stage(
+    seconds: list[float], stages: int
+) -> None:
+    assert makespan([seconds] * stages) == pytest.approx(sum(seconds) + (stages - 1) * max(seconds))
 
 
 def test_the_flow_shop_waits_for_stage_and_chunk() -> None:

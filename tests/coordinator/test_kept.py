@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gearshift.coordinator.chunk_plan import Auto, Fixed, Limits
 from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
-from gearshift.coordinator.planning import GroupState, plan_request
+from gearshift.coordinator.planning import GroupSnapshot, plan_request
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
 from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
@@ -45,7 +45,7 @@ def planned(run: Run, request_id: int, request: GenerationRequest, costs: Costs 
     return plan_request(
         RequestId(request_id),
         request,
-        GroupState(run.group.ranks, VOCAB, CONTEXT, costs, LIMITS),
+        GroupSnapshot(run.group.ranks, VOCAB, CONTEXT, costs, LIMITS),
         run.scheduler.kept_prefix(request.conversation, request.prompt),
     )
 
@@ -233,7 +233,7 @@ def test_of_more_conversations_than_are_kept_the_longest_unused_goes() -> None:
 def test_what_asks_for_every_position_reads_every_position(everything: dict[str, object]) -> None:
     request = replace(turn(prompt_of(10)), **everything)
     kept = KeptPrefix(RequestId(0), 5, LAYER)
-    made = plan_request(RequestId(1), request, GroupState(2, VOCAB, CONTEXT, None, LIMITS), kept)
+    made = plan_request(RequestId(1), request, GroupSnapshot(2, VOCAB, CONTEXT, None, LIMITS), kept)
     assert made.kept is None
 
 
@@ -253,7 +253,7 @@ def test_the_policy_reads_a_short_rest_where_it_lies_and_takes_a_long_one_back()
         made = plan_request(
             RequestId(1),
             request,
-            GroupState(2, VOCAB, 1000, SLOW_TENSOR, LIMITS),
+            GroupSnapshot(2, VOCAB, 1000, SLOW_TENSOR, LIMITS),
             KeptPrefix(RequestId(0), kept, TENSOR),
         )
         return made.cached_tokens, made.prefill, made.decode

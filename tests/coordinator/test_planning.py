@@ -14,7 +14,7 @@ from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.forecast import Running
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, RequestPlan, TokenEvent
 from gearshift.coordinator.one_request import generate
-from gearshift.coordinator.planning import GroupState, plan_request
+from gearshift.coordinator.planning import GroupSnapshot, plan_request
 from gearshift.coordinator.regret import Regret
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.placement.cuts import place
@@ -34,14 +34,14 @@ COSTS = Costs(
     to_tensor=ShiftCost(0.0, 1e-6),
     to_layer=ShiftCost(0.0, 1e-6),
 )
-GROUP = GroupState(2, VOCAB, CONTEXT, COSTS, Limits(8, 16, 128))
+GROUP = GroupSnapshot(2, VOCAB, CONTEXT, COSTS, Limits(8, 16, 128))
 
 
 def asked(max_tokens: int | None = None, **options: object) -> GenerationRequest:
     return replace(GenerationRequest(PROMPT, max_tokens, chunk_rule=Fixed((16,))), **options)  # type: ignore[arg-type]
 
 
-def planned(group: GroupState = GROUP, max_tokens: int | None = None) -> RequestPlan:
+def planned(group: GroupSnapshot = GROUP, max_tokens: int | None = None) -> RequestPlan:
     return plan_request(RequestId(0), asked(max_tokens), group)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearshift.coordinator.regret import MOST_TIMES_HINDSIGHT, Regret
+from gearshift.coordinator.regret import Regret
 from gearshift.proto.ids import Layout
 
 Phase = tuple[float, float]  # seconds in the layer and in the tensor state
@@ -35,6 +35,9 @@ def hindsight(phases: Sequence[Phase], rule: Regret) -> float:
             min(tensor, layer + rule.to_tensor_seconds) + in_tensor,
         )
     return min(layer, tensor)
+
+
+MOST_TIMES_HINDSIGHT = 3.0  # by Borodin, Linial and Saks, for two states
 
 
 def most(phases: Sequence[Phase], rule: Regret) -> float:

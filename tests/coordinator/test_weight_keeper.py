@@ -261,17 +261,17 @@ def test_each_source_is_tried_once_and_the_faster_one_is_kept() -> None:
     assert {c.source for c in migrate(faster_file, LAYER, took)} == {WeightSource.FILE}
 
 
-def test_the_price_is_what_is_left_to_move_at_the_speed_measured() -> None:
+def test_what_is_left_to_move_and_the_speed_measured_make_the_price() -> None:
     ways = ways_of(2)
     keeper = WeightKeeper(2, ways)
-    assert keeper.seconds_to(TENSOR) is None
-    assert keeper.seconds_to(LAYER) is None
+    assert keeper.bytes_per_second == 0.0
     assert keeper.bytes_to(TENSOR) == ways[TENSOR].rank_bytes
     assert keeper.bytes_to(LAYER) == (0, 0)
     migrate(keeper, TENSOR, {WeightSource.PEER: 0.5, WeightSource.FILE: 2.0})
-    assert keeper.seconds_to(TENSOR) == 0.0
-    assert keeper.seconds_to(LAYER) == pytest.approx(max(ways[LAYER].rank_bytes) / (1000 / 0.5))
-    assert WeightKeeper(2).seconds_to(TENSOR) == 0.0
+    assert keeper.bytes_to(TENSOR) == (0, 0)
+    assert keeper.bytes_to(LAYER) == ways[LAYER].rank_bytes
+    assert keeper.bytes_per_second == pytest.approx(1000 / 0.5)
+    assert WeightKeeper(2).bytes_to(TENSOR) == (0, 0)
 
 
 def test_a_migration_takes_as_long_as_the_slowest_rank() -> None:

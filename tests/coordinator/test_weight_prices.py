@@ -8,7 +8,7 @@ from gearshift.coordinator.weight_keeper import WeightKeeper
 from gearshift.coordinator.weight_prices import regret_now
 from gearshift.proto.commands import MigrateWeights
 from gearshift.proto.ids import Layout, Rank
-from gearshift.proto.placement.migration import Group, Migration, PartTransfer
+from gearshift.proto.placement.migration import LayerGroup, Migration, PartTransfer
 from gearshift.proto.reports import MigrationPrepared, WeightsMigrated
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
@@ -22,8 +22,8 @@ def keeper() -> WeightKeeper:
     return WeightKeeper(
         2,
         {
-            TENSOR: Migration(TENSOR, 2, (Group((0, 1), there),)),
-            LAYER: Migration(LAYER, 2, (Group((0, 1), back),)),
+            TENSOR: Migration(TENSOR, 2, (LayerGroup((0, 1), there),)),
+            LAYER: Migration(LAYER, 2, (LayerGroup((0, 1), back),)),
         },
     )
 

@@ -11,7 +11,7 @@ from gearshift.coordinator.generation import (
     RequestPlan,
     TokenEvent,
 )
-from gearshift.coordinator.planning import GroupState, plan_request
+from gearshift.coordinator.planning import GroupSnapshot, plan_request
 from gearshift.coordinator.scheduler import Ended, Scheduler, SchedulerEvent, SchedulerSettings
 from gearshift.coordinator.session import Session
 from gearshift.coordinator.slots import SlotPool, slots_needed
@@ -97,7 +97,7 @@ def plan(request_id: int, request: GenerationRequest, ranks: int) -> RequestPlan
     return plan_request(
         RequestId(request_id),
         replace(request, sampling=GREEDY),
-        GroupState(ranks, VOCAB, CONTEXT, costs=None, limits=Limits(8, 16, 128)),
+        GroupSnapshot(ranks, VOCAB, CONTEXT, costs=None, limits=Limits(8, 16, 128)),
     )
 
 
