@@ -3,16 +3,21 @@
 import json
 import os
 import re
+import selectors
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from ..proto.errors import InputError
 
 HELP_SECONDS = 60.0  # a CUDA build looks at its devices before it answers
+MOST_BYTES = 16 << 20  # of all that it may write: a table is a few thousand
+MOST_NANOSECONDS = 1e18
 LAST_CHARACTERS = 400  # of what a failed program wrote
 ALL_LAYERS = "99"  # on the devices
 
@@ -92,12 +97,18 @@ def run_peer(
 
 def read_row(split_mode: str, text: str, prompt: int, answer: int) -> PeerRow:
     """From `-o json`: a list of tests. Raises ValueError naming what is missing."""
-    tests = json.loads(text)
+    try:
+        tests = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
         raise ValueError("no list of tests")
     alone, both = _test(tests, prompt, 0), _test(tests, prompt, answer)
     prompt_seconds, wall = _seconds(alone, "avg_ns"), _seconds(both, "avg_ns")
-    samples = [value / 1e9 for value in both.get("samples_ns", [])] or [wall]
+    told = both.get("samples_ns", [])
+    if not isinstance(told, list):
+        raise ValueError(f"samples_ns is {str(told)[:40]!r}")
+    samples = [_checked_seconds("samples_ns", value) for value in told] or [wall]
     return PeerRow(
         split_mode=split_mode,
         wall_seconds=wall,
@@ -105,7 +116,7 @@ def read_row(split_mode: str, text: str, prompt: int, answer: int) -> PeerRow:
         high_seconds=max(samples),
         prompt_tokens_per_second=prompt / prompt_seconds,
         answer_tokens_per_second=answer / (wall - prompt_seconds) if wall > prompt_seconds else 0.0,
-        build=f"{both.get('build_commit', '')} ({both.get('build_number', '')})",
+        build=_printable(f"{both.get('build_commit', '')} ({both.get('build_number', '')})"),
     )
 
 
@@ -117,10 +128,20 @@ def _test(tests: Sequence[dict[str, Any]], prompt: int, answer: int) -> dict[str
 
 
 def _seconds(test: dict[str, Any], key: str) -> float:
-    value = test.get(key)
-    if not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"{key} is {value!r}")
-    return value / 1e9
+    return _checked_seconds(key, test.get(key))
+
+
+def _checked_seconds(key: str, nanoseconds: object) -> float:
+    if isinstance(nanoseconds, bool) or not isinstance(nanoseconds, int | float):
+        raise ValueError(f"{key} is {str(nanoseconds)[:40]!r}")
+    if not 0 < nanoseconds <= MOST_NANOSECONDS:
+        raise ValueError(f"{key} is {nanoseconds:.3g}")
+    return nanoseconds / 1e9
+
+
+def _printable(text: str) -> str:
+    """A stranger's words for a terminal, not without end."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:LAST_CHARACTERS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +159,46 @@ def _run(command: Sequence[str], timeout_seconds: float) -> _Done | str:
     except OSError as error:
         return f"cannot be started: {error.strerror or error}"
     try:
-        output, errors = process.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
+        output, errors = _read(process, monotonic() + timeout_seconds)
+    except TimeoutError:
         return f"took longer than {timeout_seconds:g} s and was ended"
+    except OverflowError:
+        return f"wrote more than {MOST_BYTES >> 20} MiB and was ended"
     finally:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its own session: whatever it has started goes with it
-            process.communicate()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
     if process.returncode != 0:
-        wrote = " ".join(errors.decode(errors="replace")[-LAST_CHARACTERS:].split())
+        wrote = _printable(" ".join(errors.decode(errors="replace")[-LAST_CHARACTERS:].split()))
         return f"ended with exit code {process.returncode}: {wrote or 'without a word'}"
     return _Done(output.decode(errors="replace"), errors.decode(errors="replace"))
+
+
+def _read(process: "subprocess.Popen[bytes]", until: float) -> tuple[bytes, bytes]:
+    """All that it writes until it has ended. `TimeoutError`; `OverflowError` where that is too much to hold."""
+    if process.stdout is None or process.stderr is None:
+        raise ValueError("a program without pipes")
+    wrote = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for pipe in wrote:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, until - monotonic()))
+            if not ready or monotonic() > until:
+                raise TimeoutError
+            for key, _ in ready:
+                pipe = process.stdout if key.fileobj is process.stdout else process.stderr
+                data = os.read(key.fd, 1 << 16)
+                wrote[pipe] += data
+                if not data:
+                    selector.unregister(pipe)
+                if sum(map(len, wrote.values())) > MOST_BYTES:
+                    raise OverflowError
+    try:
+        process.wait(max(0.0, until - monotonic()))
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    return bytes(wrote[process.stdout]), bytes(wrote[process.stderr])

@@ -47,7 +47,9 @@ AnswerTokens = Annotated[
         "-n", "--answer-tokens", metavar="N", min=1, help="Length of each answer. Left out: 800 on GPUs, 64 on CPU."
     ),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Rounds; in each every pair has a turn.")]
+Repeats = Annotated[
+    int, typer.Option("--repeats", metavar="N", min=1, max=1000, help="Rounds; in each every pair has a turn.")
+]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", metavar="N", min=0, help="Of the first prompt; the others follow. Left out: a fresh one."),
@@ -61,7 +63,7 @@ AgainstOptions = Annotated[
 ]
 AgainstTimeout = Annotated[
     float,
-    typer.Option("--against-timeout", metavar="SECONDS", min=1, help="For each of its rows."),
+    typer.Option("--against-timeout", metavar="SECONDS", min=1, max=1e6, help="For each of its rows."),
 ]
 CsvFile = Annotated[
     str | None,
@@ -133,7 +135,10 @@ def bench(
             warn(f"llama-bench -sm {row.split_mode}: {row.error}")
     found = Bench(opened.spec.name, prompt, answer, devices, tuple(runs), rows, versions)
     if csv_path is not None:
-        csv_path.write_text(bench_csv(found), encoding="utf-8")
+        try:
+            csv_path.write_text(bench_csv(found), encoding="utf-8")
+        except OSError as error:
+            warn(f"--csv: cannot write {csv_path}: {error.strerror or error}")
     if as_json:
         print(json.dumps(bench_facts(found)))
         return
@@ -215,7 +220,8 @@ def _words(text: str) -> Sequence[str]:
 def _writable(path: str) -> Path:
     """Opened once before anything long is done."""
     try:
-        Path(path).touch()
+        with Path(path).open("ab"):
+            pass
     except OSError as error:
         raise InputError(f"--csv: cannot write {path}: {error.strerror or error}") from None
     return Path(path)

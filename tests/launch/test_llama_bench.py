@@ -1,6 +1,9 @@
 """The peer's own benchmark as rows beside ours: its modes by its help, its JSON, its errors by name."""
 
 import json
+import os
+import select
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,36 @@ import pytest
 from gearshift.launch.llama_bench import PeerRow, find_peer, read_row, run_peer
 from gearshift.proto.errors import InputError
 from gearshift.tests.helpers import fake_llama_bench
+
+TEST = {"n_prompt": 4, "n_gen": 2, "avg_ns": 9}
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "program"
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_program_that_floods_its_output_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="wrote more than 16 MiB and was ended"):
+        find_peer(program(tmp_path, "exec cat /dev/zero"))
+
+
+def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    path = program(tmp_path, f"sleep 300 >/dev/null 2>&1 & echo $! > {tmp_path}/child; echo -pg")
+    with pytest.raises(InputError, match="no llama-bench"):
+        find_peer(path)
+    with suppress(ProcessLookupError):  # it is gone already
+        child = os.pidfd_open(int((tmp_path / "child").read_text()))
+        ended, _, _ = select.select([child], [], [], 10)
+        os.close(child)
+        assert ended
+
+
+def test_what_is_nested_without_end_is_told() -> None:
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_row("layer", "[" * 100_000, 4, 2)
 
 
 def test_both_ways_over_several_devices_are_measured_with_the_answer_behind_the_prompt(tmp_path: Path) -> None:
@@ -57,6 +90,10 @@ def test_what_is_no_program_or_none_of_the_kind_is_refused(tmp_path: Path) -> No
     [
         ({"n_prompt": 4}, "no list of tests"),
         ([{"n_prompt": 4, "n_gen": 0, "avg_ns": 5}], "no test of 4 prompt and 2 answer tokens"),
+        ([TEST | {"n_gen": 0}, TEST | {"samples_ns": 5}], "samples_ns is '5'"),
+        ([TEST | {"n_gen": 0}, TEST | {"samples_ns": [None]}], "samples_ns is 'None'"),
+        ([TEST | {"n_gen": 0}, TEST | {"avg_ns": float("nan")}], "avg_ns is nan"),
+        ([TEST | {"n_gen": 0}, TEST | {"samples_ns": [True]}], "samples_ns is 'True'"),
         ([{"n_prompt": 4, "n_gen": 0, "avg_ns": 0}, {"n_prompt": 4, "n_gen": 2, "avg_ns": 9}], "avg_ns is 0"),
     ],
 )
