@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from ..proto.errors import ProtocolError
 from ..proto.ids import Layout, Rank
 from ..proto.kv import BundleTable
 from ..proto.reports import DamagedMove, KvHashed, ShiftCommitted, ShiftDamaged
@@ -38,6 +39,50 @@ class HashQuery:
             for report in self._answers.values()
             for layer, head, part, digest in report.digests
         }
+
+
+class HashQueries:
+    """All `HashKv`s of one request, which the ranks answer in the order they were asked."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._asked: list[HashQuery] = []
+        self.before_shift: HashQuery | None = None
+        self.after_shift: HashQuery | None = None
+
+    def ask(self) -> HashQuery:
+        """The caller puts one `HashKv` into the log."""
+        query = HashQuery(self._ranks)
+        self._asked.append(query)
+        return query
+
+    def ask_before_shift(self) -> None:
+        """As `ask`; what is answered is compared with what `ask_after_shift` brings."""
+        self.before_shift = self.ask()
+
+    def ask_after_shift(self) -> None:
+        self.after_shift = self.ask()
+
+    def answer(self, report: KvHashed) -> None:
+        """Raises `ProtocolError` where this rank has answered all that was asked."""
+        query = next((query for query in self._asked if query.missing(report.rank)), None)
+        if query is None:
+            raise ProtocolError(f"rank {report.rank} sent a hash of request {report.request} that nobody asked for")
+        query.answer(report)
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether keys and values were the same before and after the shift; None where it was not asked for.
+
+        Each part's copy of a head is compared with itself: parts of unequal width compute a head that they share by
+        products of another shape, and on cards of two kinds, so that their last bits may differ.
+        """
+        before, after = self.before_shift, self.after_shift
+        if before is None:
+            return None
+        if after is None or not (before.complete and after.complete):
+            return False
+        return before.digests_of_copies() == after.digests_of_copies()
 
 
 class CommitQuery:

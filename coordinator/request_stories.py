@@ -10,10 +10,11 @@ from ..proto.generation_result import FinishReason
 from ..proto.ids import RequestId
 from .answer_length import AnswerLengths
 from .generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
+from .phase import Phase
 from .results import RequestTimes, build_result
 from .resume import Continuations, can_resume
-from .scheduler import Ended, PromptRead, SchedulerEvent, Started
-from .session import Phase, Session
+from .scheduler_events import Ended, PromptRead, SchedulerEvent, Started
+from .session import Session
 
 
 class RequestStories:

@@ -73,7 +73,7 @@ def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
         exposed_seconds=max(report.exposed_seconds for report in reports),
         kv_bytes=sum(report.kv_bytes for report in reports),
         weight_bytes=sum(report.weight_bytes for report in reports),
-        hashes_equal=session.hashes_equal,
+        hashes_equal=session.hashes.equal,
         moved_again=session.moved_again,
     )
 

@@ -12,7 +12,8 @@ from ..proto.generation_result import DecodeResult, FinishReason, GenerationResu
 from ..proto.ids import RequestId
 from ..proto.reports import SampledToken
 from .generation import GenerationRequest, TokenEvent
-from .session import Phase, Session
+from .phase import Phase
+from .session import Session
 
 
 def can_resume(request: GenerationRequest) -> bool:

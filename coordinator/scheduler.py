@@ -8,8 +8,7 @@ state that nobody sends; only then are its slots freed.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -21,12 +20,16 @@ from ..proto.kv import BLOCK_TOKENS, BundleTable
 from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from .admission import Admission
 from .forecast import Running
-from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent, TokenEvent
+from .generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent
 from .kept import KeptSequence, KeptSequences
+from .phase import Phase
+from .pipeline import Pipeline, leaving_chunks
 from .rank_answers import HashQuery
-from .session import Phase, Session
+from .scheduler_events import Ended, PromptRead, SchedulerEvent, Started
+from .session import Session
 from .shift_counts import ShiftCounts
 from .slots import SlotPool
+from .tick_log import TickLog
 from .weight_keeper import WeightKeeper
 
 
@@ -43,39 +46,6 @@ class SchedulerSettings:
     swap_blocks: int = 16  # of each bundle that change places in one tick, where a shift is made in place
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A request's `OpenRequest` is in the log."""
-
-    request: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRead:
-    """The tick in which the prompt's last chunk left the last stage is done."""
-
-    request: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The request's slots are free and every rank has reported: `session` is final."""
-
-    session: Session
-
-
-SchedulerEvent: TypeAlias = Started | PromptRead | TokenEvent | LogitsEvent | ScoresEvent | Ended
-
-
-@dataclass(slots=True)
-class TickRecord:
-    """A tick in the log that not every rank has reported."""
-
-    tick: RunTick
-    missing: set[Rank]
-    freed: list[Session] = field(default_factory=list)
-
-
 class Scheduler:
     """Sessions, the pipeline, and the ticks under way."""
 
@@ -87,9 +57,8 @@ class Scheduler:
         self._waiting: deque[Session] = deque()
         self._open: dict[RequestId, Session] = {}  # in order of opening, until their frees are in the log
         self._closing: dict[RequestId, Session] = {}  # frees are in the log, not yet reported by all
-        self._pipeline: list[Chunk | None] = [None] * settings.ranks  # what the last tick ran on each stage
-        self._ticks: dict[int, TickRecord] = {}
-        self._sequence = 0
+        self._pipeline = Pipeline(settings.ranks)
+        self._ticks = TickLog(settings.ranks)
         self._commands: list[AnyCommand] = []  # to be sent before the next tick
         self.shift_counts = ShiftCounts()
         self.weights = WeightKeeper(settings.ranks)
@@ -131,8 +100,7 @@ class Scheduler:
         session = self._open.get(request)
         if session is None or session.phase is Phase.ENDED:
             return None
-        query = HashQuery(self._settings.ranks)
-        session.hash_queries.append(query)
+        query = session.hashes.ask()
         self._commands.append(HashKv(request, tokens))
         return query
 
@@ -172,7 +140,7 @@ class Scheduler:
     def late_ranks(self) -> frozenset[Rank]:
         """Ranks that the oldest unfinished tick, or else a shift, waits for."""
         if self._ticks:
-            return frozenset(next(iter(self._ticks.values())).missing)
+            return self._ticks.late_ranks
         unanswered = frozenset(rank for session in self._open.values() for rank in session.unanswered)
         return unanswered | self.weights.late_ranks
 
@@ -183,18 +151,13 @@ class Scheduler:
     # Reports
 
     def tick_finished(self, report: TickFinished) -> None:
-        record = self._ticks.get(report.sequence)
-        if record is None or report.rank not in record.missing:
-            raise ProtocolError(f"rank {report.rank} finished tick {report.sequence}, which it was not waited for")
-        self._book_seconds(record.tick, report)
+        tick = self._ticks.of(report)
+        self._book_seconds(tick, report)
         if report.rank == self._settings.ranks - 1:
-            self._take_results(record.tick, report)
-        record.missing.discard(report.rank)
-        if not record.missing:
-            del self._ticks[report.sequence]
-            for session in record.freed:
-                del self._closing[session.plan.request_id]
-                self._end(session)
+            self._take_results(tick, report)
+        for session in self._ticks.reported(report):
+            del self._closing[session.plan.request_id]
+            self._end(session)
 
     def shift_prepared(self, report: ShiftPrepared) -> None:
         session = self._known(report.request)
@@ -218,7 +181,7 @@ class Scheduler:
             self._abandon(session)
 
     def kv_hashed(self, report: KvHashed) -> None:
-        self._known(report.request).kv_hashed(report)
+        self._known(report.request).hashes.answer(report)
 
     def _known(self, request: RequestId) -> Session:
         session = self._open.get(request) or self._closing.get(request)
@@ -239,7 +202,7 @@ class Scheduler:
             if self._wants(rows.request) and self._known(rows.request).plan.request.logits:
                 self._events.append(LogitsEvent(rows.request, rows))
         self._events += [ScoresEvent(scores.request, scores) for scores in report.scores if self._wants(scores.request)]
-        for chunk in _leaving_chunks(tick):
+        for chunk in leaving_chunks(tick):
             session = self._known(chunk.request)
             if chunk.start + len(chunk.tokens) == session.prompt_tokens:
                 self._events.append(PromptRead(chunk.request))
@@ -323,12 +286,12 @@ class Scheduler:
         for session in sessions:
             for layout in (session.plan.prefill, session.plan.decode):
                 commands += weights.ask(layout) if session.phase is not Phase.ENDED else []
-        session_next = None if self._advance_is_due() else weights.wanted(sessions)
-        if session_next is not None and (to := session_next.needed_layout) is not None:
-            if (reason := weights.declined(to)) is not None:
-                self._stay(session_next, reason)
-            else:
-                commands += weights.move(to, session_next.plan.request_id)
+        waiting = None if self._pipeline.is_due else weights.wanted(sessions)
+        if waiting is None or (to := waiting.needed_layout) is None:
+            return commands
+        if (reason := weights.declined(to)) is None:
+            return commands + weights.move(to, waiting.plan.request_id)
+        self._stay(waiting, reason)
         return commands
 
     def _stay(self, session: Session, reason: str) -> None:
@@ -346,32 +309,26 @@ class Scheduler:
         if outstanding >= self._settings.ranks + 2:
             return None
         sessions = self.weights.ready(list(self._open.values()))
-        chunks_left = self._advance_is_due() or any(session.has_chunk for session in sessions)
+        chunks_left = self._pipeline.is_due or any(session.has_chunk for session in sessions)
         may_decode = chunks_left or outstanding < self._settings.decode_credits
         moves = [move for session in self._open.values() for move in session.take_moves()]
         stages, tensor_chunk = self._advance(sessions)
         batches = self._batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
-        freed = self._closable(stages)
+        freed = self._closable()
         if not (moves or stages or tensor_chunk or batches or freed):
             return None
         frees = tuple(session.plan.request_id for session in freed)
-        tick = RunTick(self._sequence, stages, tensor_chunk, batches, tuple(moves), frees=frees)
-        self._sequence += 1
+        tick = RunTick(self._ticks.next_sequence, stages, tensor_chunk, batches, tuple(moves), frees=frees)
         self._note_written(tick)
         tick = replace(tick, late_moves=tuple(self._late_moves(tick)))
-        self._ticks[tick.sequence] = TickRecord(tick, {Rank(rank) for rank in range(self._settings.ranks)}, freed)
+        self._ticks.add(tick, freed)
         for session in freed:
             self._close(session)
         return tick
 
-    def _advance_is_due(self) -> bool:
-        return any(chunk is not None for chunk in self._pipeline[:-1])
-
     def _advance(self, sessions: Iterable[Session]) -> tuple[tuple[Chunk | None, ...], Chunk | None]:
         """Move the pipeline on by one stage and let the next chunk in; one tensor chunk beside it."""
-        entering = _next_chunk(sessions, Layout.LAYER)
-        self._pipeline = [entering, *self._pipeline[:-1]]
-        stages = tuple(self._pipeline) if any(chunk is not None for chunk in self._pipeline) else ()
+        stages = self._pipeline.advance(_next_chunk(sessions, Layout.LAYER))
         return stages, _next_chunk(sessions, Layout.TENSOR)
 
     def _batches(self, sessions: Iterable[Session], most_steps: int) -> tuple[Batch, ...]:
@@ -396,12 +353,12 @@ class Scheduler:
 
     def _late_moves(self, tick: RunTick) -> list[Move]:
         """What a prompt's last chunk writes in the tick just built: it leaves beside the head and the sampler."""
-        leaving = (self._open[chunk.request] for chunk in _leaving_chunks(tick))
+        leaving = (self._open[chunk.request] for chunk in leaving_chunks(tick))
         return [move for session in leaving for move in session.take_last_moves()]
 
-    def _closable(self, stages: tuple[Chunk | None, ...]) -> list[Session]:
+    def _closable(self) -> list[Session]:
         """Ended requests without a chunk that still has a stage to come."""
-        in_pipeline = {chunk.request for chunk in stages[:-1] if chunk is not None}
+        in_pipeline = self._pipeline.requests
         return [
             session
             for request, session in self._open.items()
@@ -444,9 +401,3 @@ def _next_chunk(sessions: Iterable[Session], layout: Layout) -> Chunk | None:
         if session.layout is layout and session.has_chunk:
             return session.next_chunk()
     return None
-
-
-def _leaving_chunks(tick: RunTick) -> list[Chunk]:
-    """Chunks that are through all layers at the end of a tick."""
-    leaving = [tick.chunk_of_stage[-1] if tick.chunk_of_stage else None, tick.tensor_chunk]
-    return [chunk for chunk in leaving if chunk is not None]

@@ -6,7 +6,6 @@ it was made.
 """
 
 from dataclasses import replace
-from enum import StrEnum
 
 from ..proto.commands import (
     AbandonShift,
@@ -23,18 +22,10 @@ from ..proto.errors import ProtocolError
 from ..proto.generation_result import FinishReason, ShiftFailure, ShiftFailureKind
 from ..proto.ids import Layout, Rank
 from ..proto.kv import BLOCK_TOKENS, BundleTable, block_count, most_moved_blocks
-from ..proto.reports import KvHashed, SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
+from ..proto.reports import SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
 from .generation import RequestPlan, TokenEvent
-from .rank_answers import CommitQuery, HashQuery
-
-
-class Phase(StrEnum):
-    QUEUED = "queued"
-    RETURN = "return"  # a kept start of the prompt moves to the layout that the rest is read in
-    PREFILL = "prefill"  # from `OpenRequest` until the last chunk has left the last stage
-    SHIFT = "shift"  # the prompt is read; moves or acknowledgements are missing
-    DECODE = "decode"
-    ENDED = "ended"  # its fate is known; chunks may still be in the pipeline, and its slots are still held
+from .phase import Phase
+from .rank_answers import CommitQuery, HashQueries
 
 
 class Session:
@@ -54,8 +45,7 @@ class Session:
         self.moved_again = 0  # times that damaged blocks were sent once more
         self.error: str | None = None
         self.shift_reports: list[ShiftCommitted] = []
-        self.hash_queries: list[HashQuery] = []
-        self.shift_hashes: tuple[HashQuery, HashQuery] | None = None  # before and after, where asked for
+        self.hashes = HashQueries(ranks)
         self.busy_seconds = [0.0] * ranks
         self.waiting_seconds = [0.0] * ranks
         self.chunks_handed_out = 0
@@ -260,20 +250,18 @@ class Session:
         if not self.plan.request.verify_shift:
             return [commit]
         question = HashKv(request_id, self.prompt_tokens)
-        if self._swap_blocks is not None and self.shift_hashes is not None:
-            self.hash_queries.append(self.shift_hashes[1])
-            return [commit, question]
-        self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
-        self.hash_queries += self.shift_hashes
-        return [question, commit, question]
+        asked_before = self._swap_blocks is not None and self.hashes.before_shift is not None
+        if not asked_before:
+            self.hashes.ask_before_shift()
+        self.hashes.ask_after_shift()
+        return [commit, question] if asked_before else [question, commit, question]
 
     def hash_before_swaps(self) -> list[AnyCommand]:
         """The question for what lies in the source, where that is asked for and bundles are about to change places."""
-        verifies = self._swap_blocks is not None and self.plan.request.verify_shift and self.shift_hashes is None
-        if not verifies or self.phase is not Phase.SHIFT or len(self._accepted) < self._ranks:
+        swaps = self._swap_blocks is not None and self.phase is Phase.SHIFT and len(self._accepted) == self._ranks
+        if not swaps or not self.plan.request.verify_shift or self.hashes.before_shift is not None:
             return []
-        self.shift_hashes = HashQuery(self._ranks), HashQuery(self._ranks)
-        self.hash_queries.append(self.shift_hashes[0])
+        self.hashes.ask_before_shift()
         return [HashKv(self.plan.request_id, self.prompt_tokens)]
 
     @property
@@ -410,24 +398,3 @@ class Session:
             return prompt[:written]
         fed = min(len(self.tokens), self._steps_handed_out)
         return prompt + tuple(token.token for token in self.tokens[:fed])
-
-    def kv_hashed(self, report: KvHashed) -> None:
-        """The ranks answer hash queries in the order they were asked."""
-        query = next((query for query in self.hash_queries if query.missing(report.rank)), None)
-        if query is None:
-            raise ProtocolError(f"rank {report.rank} sent a hash of request {report.request} that nobody asked for")
-        query.answer(report)
-
-    @property
-    def hashes_equal(self) -> bool | None:
-        """Whether keys and values were the same before and after the shift; None where it was not asked for.
-
-        Each part's copy of a head is compared with itself: parts of unequal width compute a head that they share by
-        products of another shape, and on cards of two kinds, so that their last bits may differ.
-        """
-        if self.shift_hashes is None:
-            return None
-        before, after = self.shift_hashes
-        answered = before.complete and after.complete
-        return answered and before.digests_of_copies() == after.digests_of_copies()
-

@@ -14,8 +14,8 @@ from ..proto.ids import Layout, Rank, RequestId
 from ..proto.reports import AnyReport, Hello, ShiftCommitted, Span, SpanKind, TickFinished, WeightsMigrated
 from .clock_offsets import ClockOffset
 from .generation import RequestPlan, TokenEvent
-from .scheduler import Ended, PromptRead, SchedulerEvent, Started
-from .session import Phase
+from .phase import Phase
+from .scheduler_events import Ended, PromptRead, SchedulerEvent, Started
 
 COORDINATOR = 1  # the process numbers of a trace: a viewer takes 0 for the system's own
 FIRST_RANK = 2

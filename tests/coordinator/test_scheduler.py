@@ -460,7 +460,7 @@ def test_random_schedules_keep_the_logs_rules_and_answer_as_one_worker_would(
             assert run.tokens(index) == full[: len(run.tokens(index))]
         else:
             assert run.tokens(index) == full
-        assert session.hashes_equal in (None, True)
+        assert session.hashes.equal in (None, True)
     assert run.group.clean
     assert run.pool.free_counts == run.group._slots
     assert run.group.most_outstanding <= ranks + 2

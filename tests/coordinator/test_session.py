@@ -3,7 +3,8 @@
 import pytest
 
 from gearshift.coordinator.generation import GenerationRequest, RequestPlan
-from gearshift.coordinator.session import Phase, Session
+from gearshift.coordinator.phase import Phase
+from gearshift.coordinator.session import Session
 from gearshift.proto.commands import AbandonShift, CommitShift, HashKv, OpenRequest, PrepareShift
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.generation_result import FinishReason
@@ -187,10 +188,10 @@ def test_hashes_are_asked_for_around_the_commit_and_compared_copy_by_copy() -> N
     # Both parts share head 0, each with its own last bits: stage 0 holds both copies, then each rank its own.
     first, second = (0, 0, 0, "a"), (0, 0, 1, "b")
     for rank, digests in ((0, (first, second)), (0, (first,)), (1, ()), (1, (second,))):
-        made.kv_hashed(KvHashed(Rank(rank), ID, digests))
-    assert made.hashes_equal
+        made.hashes.answer(KvHashed(Rank(rank), ID, digests))
+    assert made.hashes.equal
     with pytest.raises(ProtocolError, match="nobody asked"):
-        made.kv_hashed(KvHashed(Rank(0), ID, ()))
+        made.hashes.answer(KvHashed(Rank(0), ID, ()))
 
 
 def test_unequal_hashes_are_noticed() -> None:
@@ -200,5 +201,5 @@ def test_unequal_hashes_are_noticed() -> None:
     made.take_moves()
     made.commit()
     for rank, digest in ((0, "a"), (0, "a"), (1, "b"), (1, "x")):
-        made.kv_hashed(KvHashed(Rank(rank), ID, ((rank, 0, rank, digest),)))
-    assert made.hashes_equal is False
+        made.hashes.answer(KvHashed(Rank(rank), ID, ((rank, 0, rank, digest),)))
+    assert made.hashes.equal is False

@@ -6,7 +6,7 @@ import pytest
 
 from gearshift.coordinator.clock_offsets import ClockOffset, clock_offsets, offset_from
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan, TokenEvent
-from gearshift.coordinator.scheduler import Ended, PromptRead, Started
+from gearshift.coordinator.scheduler_events import Ended, PromptRead, Started
 from gearshift.coordinator.session import Session
 from gearshift.coordinator.trace import Stretch, Trace, TraceEvent, TrackNamed
 from gearshift.proto.errors import ProtocolError, WorkerLostError

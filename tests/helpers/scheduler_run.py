@@ -12,7 +12,8 @@ from gearshift.coordinator.generation import (
     TokenEvent,
 )
 from gearshift.coordinator.planning import GroupSnapshot, plan_request
-from gearshift.coordinator.scheduler import Ended, Scheduler, SchedulerEvent, SchedulerSettings
+from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
+from gearshift.coordinator.scheduler_events import Ended, SchedulerEvent
 from gearshift.coordinator.session import Session
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.ids import Layout, RequestId
