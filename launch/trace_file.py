@@ -3,7 +3,7 @@
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -27,21 +27,26 @@ def trace_file(path: str | None) -> Iterator[Trace | None]:
         yield None
         return
     try:
+        if Path(path).is_fifo():
+            raise InputError(f"--trace: {path} is a pipe; a trace goes to a file")  # it would wait for a reader
         raw = Path(path).open("wb")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise InputError(f"--trace: cannot write {path}: {error.strerror or error}") from None
-    with raw:
-        packed: BinaryIO = raw
-        if path.endswith(".gz"):
-            packed = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw))
-        with packed, io.TextIOWrapper(packed, encoding="utf-8") as text:
-            writer = TraceWriter(text)
-            trace = Trace(writer.write)
-            try:
-                yield trace
-            finally:
-                trace.finish(monotonic())
-                writer.finish()
+    packed: BinaryIO = raw
+    if path.endswith(".gz"):
+        packed = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw))
+    text = io.TextIOWrapper(packed, encoding="utf-8")
+    writer = TraceWriter(text)
+    trace = Trace(writer.write)
+    try:
+        yield trace
+    finally:
+        trace.finish(monotonic())
+        writer.finish()
+        for one in (text, packed, raw):
+            writer.attempt(one.close)
+    if writer.failed:
+        return
     note(f"trace: {writer.events} events in {path}")
 
 
@@ -52,19 +57,31 @@ class TraceWriter:
         self._text = text
         self._zero_nanoseconds: int | None = None
         self.events = 0
-        text.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        self.failed = False
+        self.attempt(lambda: text.write('{"displayTimeUnit": "ms", "traceEvents": ['))
 
     def write(self, event: TraceEvent) -> None:
         if self.events == MAX_EVENTS:
             warn(f"the trace has {MAX_EVENTS} events: what comes now is left out")
         self.events += 1
         if self.events <= MAX_EVENTS:
-            self._text.write(("\n" if self.events == 1 else ",\n") + json.dumps(self._chrome_event(event)))
+            line = ("\n" if self.events == 1 else ",\n") + json.dumps(self._chrome_event(event))
+            if not self.failed:
+                self.attempt(lambda: self._text.write(line))
 
     def finish(self) -> None:
         """The file is whole JSON from now on."""
         self.events = min(self.events, MAX_EVENTS)
-        self._text.write("\n]}\n")
+        self.attempt(lambda: self._text.write("\n]}\n"))
+
+    def attempt(self, write: Callable[[], object]) -> None:
+        """A disk that is full is told once, and never ends what is traced."""
+        try:
+            write()
+        except OSError as error:
+            if not self.failed:
+                warn(f"--trace: cannot be written any more, the file is not whole: {error.strerror or error}")
+            self.failed = True
 
     def _chrome_event(self, event: TraceEvent) -> dict[str, object]:
         match event:

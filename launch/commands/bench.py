@@ -220,6 +220,8 @@ def _words(text: str) -> Sequence[str]:
 def _writable(path: str) -> Path:
     """Opened once before anything long is done."""
     try:
+        if Path(path).is_fifo():
+            raise InputError(f"--csv: {path} is a pipe; rows go to a file")  # it would wait for a reader
         with Path(path).open("ab"):
             pass
     except OSError as error:

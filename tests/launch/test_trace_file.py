@@ -1,5 +1,6 @@
 """The trace as a file: whole JSON whatever ends the run."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,25 @@ def test_a_trace_is_whole_json_and_packed_where_its_name_says_so(tmp_path: Path,
     assert total_seconds(events, 2, "step") == pytest.approx(0.3)
     assert total_seconds(events, 2, "decode") == pytest.approx(0.3)
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["coordinator", "rank 0"]
+
+
+@pytest.mark.parametrize("name", ["full", "full.gz"])
+def test_a_full_disk_is_told_once_and_ends_nothing(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    with trace_file(str(tmp_path / name)) as trace:
+        for _ in range(500):
+            tell(trace)
+    told = capsys.readouterr().err
+    assert told.count("warning: --trace: cannot be written any more") == 1
+    assert "events in" not in told
+
+
+def test_a_trace_into_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is a pipe"), trace_file(str(tmp_path / "pipe")):
+        pass
 
 
 def test_a_run_that_fails_leaves_a_whole_file(tmp_path: Path) -> None:
