@@ -82,7 +82,7 @@ def parse_chunk_rule(text: str) -> ChunkRule:
         return Fixed(tuple(int(_positive(int(part))) for part in text.split(",")))
     except ValueError as error:
         raise InputError(
-            f"--chunk takes auto, sqrt, sqrt:RATIO, N or N,N,.. with numbers above 0, not {text!r}"
+            f"--chunk takes auto, sqrt, sqrt:RATIO, N or N,N,.. with numbers above 0, not {text[:60]!r}"
         ) from error
 
 
