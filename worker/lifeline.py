@@ -17,7 +17,7 @@ class Lifeline:
     """A thread that watches the parent process and the coordinator's connection.
 
     It ends the process by `os._exit`: the main thread may never return from where it is. A reconnect does not
-    count, for messages may have been lost between (see proto/channel.py). The kernel's own parent-death signal
+    count, for messages may have been lost between (see proto/channel/workers.py). The kernel's own parent-death signal
     (`proto.processes.die_with_parent`) is set apart from this; the thread covers where that one cannot reach.
     """
 

@@ -1,4 +1,7 @@
-"""Launches the kernels of `quant_triton` over planes. Imported on CUDA workers only (and by tests, interpreted)."""
+"""Launches the kernels of `quant_triton` and `batch_source`.
+
+Imported on CUDA workers only, and by tests, which interpret Triton's.
+"""
 
 import os
 from collections.abc import Callable
