@@ -274,11 +274,21 @@ class Session:
         query = self._commit
         if query is None or report.rank not in query.missing:
             raise ProtocolError(f"rank {report.rank} answered a commit of request {report.request} that was not asked")
+        if isinstance(report, ShiftDamaged):
+            self._check_damage(report)
         if isinstance(report, ShiftCommitted):
             self.shift_reports.append(report)
         elif report.rank == self._ranks - 1:  # the sampler's: what its ticks report from here on is void, in order
             self._void_steps = self._steps_handed_out - self._steps_seen
         return query if query.answer(report) else None
+
+    def _check_damage(self, report: ShiftDamaged) -> None:
+        """What is sent once more is told to all ranks: one that is out of its mind must not take them along."""
+        ranks, blocks = range(self._ranks), block_count(self.prompt_tokens)
+        for move in report.moves:
+            known = move.stage in ranks and move.part in ranks and 0 <= move.first_block < move.end_block <= blocks
+            if not known:
+                raise ProtocolError(f"rank {report.rank} found damage in {move}, which request {report.request} has not")
 
     def committed(self, query: CommitQuery) -> list[AnyCommand]:
         """All ranks have: the caller releases the moving slots of the query's table, unless it is `target` now.

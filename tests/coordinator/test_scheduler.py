@@ -16,7 +16,7 @@ from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest, Pre
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.generation_result import FinishReason, ShiftFailureKind
 from gearshift.proto.ids import Layout, Rank, RequestId
-from gearshift.proto.reports import ShiftPrepared, TickFinished
+from gearshift.proto.reports import DamagedMove, ShiftDamaged, ShiftPrepared, TickFinished
 from gearshift.tests.helpers.fake_group import FakeGroup
 from gearshift.tests.helpers.fake_model import expected_answer
 from gearshift.tests.helpers.scheduler_run import (
@@ -163,6 +163,21 @@ def test_f27_blocks_that_arrive_damaged_are_sent_once_more_and_no_token_is_wrong
     assert (run.scheduler.shift_counts.committed, run.scheduler.shift_counts.damaged) == (2, 1)
     assert run.group.clean
     assert run.pool.free_counts == run.group._slots
+
+
+@pytest.mark.parametrize(
+    "move",
+    [DamagedMove(2, 0, 0, 1), DamagedMove(0, -1, 0, 1), DamagedMove(0, 1, 0, 10**18), DamagedMove(0, 1, 1, 1)],
+)
+def test_a_rank_that_finds_damage_where_nothing_is_is_at_fault_and_the_others_are_not_told(move: DamagedMove) -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR, chunk=30), 2))
+    run.send()
+    while not of_type(run.group, CommitShift):
+        run.report()
+        run.send()
+    with pytest.raises(ProtocolError, match="rank 1 found damage in .* which request 0 has not"):
+        run.scheduler.shift_damaged(ShiftDamaged(Rank(1), RequestId(0), TENSOR, (move,)))
 
 
 @pytest.mark.parametrize("seed", range(5))
