@@ -288,7 +288,8 @@ class Session:
         for move in report.moves:
             known = move.stage in ranks and move.part in ranks and 0 <= move.first_block < move.end_block <= blocks
             if not known:
-                raise ProtocolError(f"rank {report.rank} found damage in {move}, which request {report.request} has not")
+                which = f"which request {report.request} has not"
+                raise ProtocolError(f"rank {report.rank} found damage in {move}, {which}")
 
     def committed(self, query: CommitQuery) -> list[AnyCommand]:
         """All ranks have: the caller releases the moving slots of the query's table, unless it is `target` now.

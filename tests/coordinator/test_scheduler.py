@@ -176,7 +176,7 @@ def test_a_rank_that_finds_damage_where_nothing_is_is_at_fault_and_the_others_ar
     while not of_type(run.group, CommitShift):
         run.report()
         run.send()
-    with pytest.raises(ProtocolError, match="rank 1 found damage in .* which request 0 has not"):
+    with pytest.raises(ProtocolError, match=r"rank 1 found damage in .* which request 0 has not"):
         run.scheduler.shift_damaged(ShiftDamaged(Rank(1), RequestId(0), TENSOR, (move,)))
 
 
