@@ -29,6 +29,8 @@ def costs_folder(environment: Mapping[str, str] = os.environ) -> Path:
 def read_config(path: Path) -> ConfigFile | None:
     """The config file, None where there is none. `InputError` names file and line of what is no TOML."""
     try:
+        if path.is_fifo():
+            raise InputError(f"cannot read {path}: it is a pipe")  # every command would wait for it
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):

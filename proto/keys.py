@@ -46,6 +46,8 @@ def write_keys(path: Path, keys: KeyPair) -> None:
 def read_keys(path: Path) -> KeyPair:
     """The keys of a file. `InputError` when it cannot be read, is open to others, or holds no keys."""
     try:
+        if path.is_fifo():
+            raise InputError(f"the key file {path} cannot be read: it is a pipe")  # it would be waited for
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_FILE_BYTES + 1)

@@ -214,3 +214,9 @@ def test_the_documented_config_file_is_taken(tmp_path: Path) -> None:
     settings = merge({}, {}, read_config(path))
     from_file = {name for name, value in settings.values.items() if value.source is Source.CONFIG_FILE}
     assert {"workers", "layer_split", "model_folders", "kept_runs", "temperature"} <= from_file
+
+
+def test_a_pipe_is_no_config_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.toml")
+    with pytest.raises(InputError, match="is a pipe"):
+        read_config(tmp_path / "config.toml")

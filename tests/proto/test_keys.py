@@ -55,3 +55,9 @@ def test_what_is_no_key_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_keys(tmp_path / "absent.key")
+
+
+def test_a_pipe_is_no_key_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(InputError, match="is a pipe"):
+        read_keys(tmp_path / "keys")
