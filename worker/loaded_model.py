@@ -1,0 +1,173 @@
+"""A model on this rank with all that runs it: each command that works on it, and what it is answered with."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from ..proto.commands import (
+    AbandonShift,
+    CommitShift,
+    HashKv,
+    LoadModel,
+    MeasureCosts,
+    MigrateWeights,
+    Move,
+    OpenRequest,
+    PrepareMigration,
+    PrepareShift,
+    ReportMemory,
+    RunTick,
+)
+from ..proto.ids import Layout, Rank
+from ..proto.reports import AnyReport, MemoryReported, SpanKind, TickFinished, WeightsMigrated
+from .costs import CostMeter
+from .engine import Engine, TickOutput, finished_chunk
+from .faults import FaultHooks
+from .kv import KvStore
+from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes
+from .model.decoder import Decoder
+from .requests import OpenRequests
+from .sampling import Sampler, is_plain_greedy
+from .shift import MovesUnderWay, Shifter
+from .weights.mapped_file import MappedModel
+from .weights.moving import MovingParts
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A loaded model and all that runs it."""
+
+    load: LoadModel
+    rank: Rank
+    files: MappedModel
+    kv: KvStore
+    decoder: Decoder
+    engine: Engine
+    shifter: Shifter
+    moving: MovingParts
+    requests: OpenRequests
+    sampler: Sampler | None
+    faults: FaultHooks
+    ledger: MemoryLedger
+    planned_bytes: int
+    device: torch.device
+    costs: CostMeter
+
+    def close(self) -> None:
+        """Unmap the files; another model may follow."""
+        self.files.close()
+
+    def handle(
+        self, command: "OpenRequest | RunTick | PrepareShift | CommitShift | AbandonShift | PrepareMigration"
+        " | MigrateWeights | HashKv | ReportMemory | MeasureCosts",
+    ) -> AnyReport | None:
+        """Run one command; what it is answered with."""
+        match command:
+            case RunTick():
+                return self._run_tick(command)
+            case OpenRequest():
+                self.requests.open(command.request, command.layout, command.table)
+                self.requests[command.request].greedy = is_plain_greedy(command.sampling)
+                if self.sampler is not None:
+                    self.sampler.open(command.request, command.sampling, command.prompt, command.sampled)
+                return None
+            case PrepareShift():
+                return self.shifter.prepare(command)
+            case CommitShift():
+                return self.shifter.commit(command)
+            case AbandonShift():
+                self.shifter.abandon(self.requests[command.request])
+                return None
+            case PrepareMigration():
+                return self.moving.prepare(command)
+            case MigrateWeights():
+                return self._migrate(command)
+            case HashKv():
+                return self.shifter.hash_kv(command)
+            case ReportMemory():
+                return MemoryReported(
+                    self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes(),
+                    device_free_bytes(self.device), device_reserved_bytes(self.device),
+                )  # fmt: skip
+            case MeasureCosts():
+                return self.costs.measure(command)
+            case _:
+                assert_never(command)
+
+    def _migrate(self, command: MigrateWeights) -> WeightsMigrated:
+        report = self.moving.migrate(command)
+        shift = None if command.request is None else self.requests[command.request].shift
+        if shift is not None and shift.to is command.to:
+            shift.move_seconds += report.seconds
+            shift.weight_bytes += report.received_bytes
+        return report
+
+    def _run_tick(self, tick: RunTick) -> TickFinished:
+        self.faults.tick_begins(tick.sequence)
+        for layout in _layouts(tick):
+            self.moving.check(layout)
+        output = TickOutput(spans=[] if tick.spans else None)
+        started = time.monotonic()
+        moves = self.shifter.start_moves(tick.moves)
+        posted = time.monotonic()
+        self.engine.post_receive(tick.chunk_of_stage)
+        moves.join(self._run_chunks(tick, output))
+        for batch in tick.decode:
+            self.engine.decode(batch, output)
+        computed = time.monotonic()
+        moves.finish()
+        _note_moves((*tick.moves, *tick.late_moves), output, moves.started or started, posted, computed)
+        for request in tick.frees:
+            self.requests.close(request)
+            if self.sampler is not None:
+                self.sampler.close(request)
+        return TickFinished(
+            self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
+            tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
+        )
+
+    def _run_chunks(self, tick: RunTick, output: TickOutput) -> MovesUnderWay:
+        """Chunks through their layers, then their heads; what they have written last is on its way meanwhile."""
+        hidden_TD: Tensor | None = None
+        tensor_TD: Tensor | None = None
+        if tick.chunk_of_stage and (mine := tick.chunk_of_stage[self.rank]) is not None:
+            hidden_TD = self.engine.stage_chunk(mine, output)
+        if tick.tensor_chunk is not None:
+            tensor_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
+        late_moves = self.shifter.start_moves(tick.late_moves)
+        if (leaving := finished_chunk(tick.chunk_of_stage)) is not None:
+            is_last = self.rank == self.load.placement.ranks - 1
+            self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)
+        if tick.tensor_chunk is not None:
+            self.engine.finish_chunk(tick.tensor_chunk, tensor_TD, Layout.TENSOR, output)
+        return late_moves
+
+
+def _layouts(tick: RunTick) -> set[Layout]:
+    """In which layouts the tick has work."""
+    layouts = {batch.layout for batch in tick.decode}
+    if any(tick.chunk_of_stage):
+        layouts.add(Layout.LAYER)
+    if tick.tensor_chunk is not None:
+        layouts.add(Layout.TENSOR)
+    return layouts
+
+
+def _note_moves(
+    moves: Sequence[Move], output: TickOutput, started: float, posted: float, computed: float
+) -> None:
+    if not moves:
+        return
+    finished = time.monotonic()
+    request = moves[0].request if len({move.request for move in moves}) == 1 else None
+    blocks = sum(move.end_block - move.first_block for move in moves)
+    for kind, first, last in (
+        (SpanKind.MOVES_BEGIN, started, max(started, posted)),
+        (SpanKind.MOVES_END, computed, finished),
+        (SpanKind.MOVES, started, finished),
+    ):
+        output.note(kind, first, last, request, blocks, moves[0].to)

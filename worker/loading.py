@@ -1,0 +1,126 @@
+"""From `LoadModel` to a `LoadedModel`: this rank's parts, its KV arena, and what computes with them."""
+
+import time
+from functools import partial
+
+import torch
+
+from ..proto.channel import WorkerChannel
+from ..proto.commands import LoadModel
+from ..proto.ids import ComputeType, KvType, Layout, Rank
+from ..proto.kv import KvFormat
+from ..proto.placement import bundles, memory
+from ..proto.placement.migration import migration, peak_bytes
+from ..proto.reports import LoadProgress, ModelLoaded
+from .costs import CostMeter, faster_compute_type
+from .device_check import check_device
+from .engine import Engine
+from .faults import FaultHooks
+from .kv import KvStore
+from .links.open import Links
+from .loaded_model import LoadedModel
+from .memory import MemoryLedger, usable_bytes
+from .model.decoder import Decoder
+from .model.slowed_decoder import SlowedDecoder
+from .requests import OpenRequests
+from .sampling import Sampler
+from .shift import Shifter
+from .weights.load import WeightLoader
+from .weights.mapped_file import MappedModel
+from .weights.moving import MovingParts
+from .weights.part_store import DenseStore, PartStore
+from .weights.plane_store import PlaneStore
+
+PROGRESS_SECONDS = 0.2  # between two load reports
+DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
+
+
+def load_model(
+    command: LoadModel, rank: Rank, links: Links, device: torch.device, channel: WorkerChannel, faults: FaultHooks
+) -> LoadedModel:
+    """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
+    started = time.monotonic()
+    spec, placement = command.spec, command.placement
+    compute_type = _compute_type(command, rank, links, device)
+    if device.type == "cuda" and compute_type is ComputeType.BF16:
+        check_device(device)
+    dtype = DTYPES[compute_type]
+    kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
+    ledger = MemoryLedger()
+    holding = memory.holding_on(device.type, compute_type)
+    weight_bytes = peak_bytes(spec, placement, rank, holding)
+    kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
+    files = MappedModel(spec)
+    note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
+    loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
+    weights = loader.load()
+    ways = {to: migration(spec, placement, to, holding) for to in Layout}
+    store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
+    if loader.quantised is not None and placement.migrating:
+        make = loader.quantised.of_pieces
+        store = PlaneStore(spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device)
+    # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
+    attention_dtype = torch.float32 if device.type == "cpu" else dtype
+    kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
+    requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
+    stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
+    steps, embed = None, None
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        from .device_model import device_parts  # late: its kernels need a GPU's compiler
+
+        parts = device_parts(
+            spec, placement, rank, loader, weights, kv, kv_format, stage_of_layer, dtype, device, links,
+            command.context_tokens, command.max_chunk_tokens,
+        )  # fmt: skip
+        decoder: Decoder = parts.decoder
+        steps, embed = parts.steps, parts.decoder.embed
+    elif faults.slowness > 1.0:
+        decoder = SlowedDecoder(
+            spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, faults.slowness
+        )
+    else:
+        decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
+    sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
+    channel.send(
+        ModelLoaded(
+            rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],
+            ledger.held_bytes["kv"],
+        )
+    )
+    return LoadedModel(
+        load=command, rank=rank, files=files, kv=kv, decoder=decoder,
+        engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
+        shifter=Shifter(placement, rank, kv, links, requests, faults),
+        moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device)), requests=requests,
+        sampler=sampler, faults=faults, ledger=ledger,
+        planned_bytes=weight_bytes + kv_bytes, device=device,
+        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps),
+    )
+
+
+def _compute_type(command: LoadModel, rank: Rank, links: Links, device: torch.device) -> ComputeType:
+    """The type asked for, else bf16 on a GPU, else what rank 0 finds faster: all ranks take the same."""
+    if command.compute_type is not None:
+        return command.compute_type
+    if device.type == "cuda":
+        return ComputeType.BF16
+    kinds = list(ComputeType)
+    choice = 0
+    if rank == 0:
+        feed_forward = max(layer.feed_forward for layer in command.spec.layers)
+        choice = kinds.index(faster_compute_type(command.spec.hidden, feed_forward))
+    return kinds[int(links.tensor.broadcast(torch.tensor([choice]), root=0).item())]
+
+
+class _LoadNotes:
+    """Sends `LoadProgress` now and then while files are read."""
+
+    def __init__(self, channel: WorkerChannel, rank: Rank, total_bytes: int) -> None:
+        self._channel, self._rank, self._total_bytes = channel, rank, total_bytes
+        self._done_bytes, self._sent_at = 0, time.monotonic()
+
+    def add(self, byte_count: int) -> None:
+        self._done_bytes += byte_count
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
+            self._sent_at = time.monotonic()
+            self._channel.send(LoadProgress(self._rank, min(self._done_bytes, self._total_bytes), self._total_bytes))
