@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..proto.errors import InputError, RequestFailedError
 from ..proto.generation_result import FinishReason, GenerationResult
-from ..proto.ids import Layout, RequestId
+from ..proto.ids import Layout
 from .chunk_plan import Auto, ChunkRule
 from .driver import Driver
 from .generation import FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent
@@ -105,13 +105,11 @@ def measure_perplexity(
         )
     losses: list[float] = []
     done = 0
-    finished: set[RequestId] = set()
-    while len(finished) < count:
+    while done < count:
         for event in driver.step(POLL_SECONDS):
             if isinstance(event, ScoresEvent):
                 losses += [-logprob for logprob in event.scores.logprobs]
             elif isinstance(event, FinishedEvent):
-                finished.add(event.request)
                 done += 1
                 if event.result.finish_reason is not FinishReason.LENGTH:
                     raise RequestFailedError(f"a window failed: {event.result.error}")

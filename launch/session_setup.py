@@ -50,7 +50,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class RunningModel:
     """A running group that holds a model."""
 
     driver: Driver
@@ -107,7 +107,7 @@ def open_session(
     trace_path: str | None = None,
     restarts: int = 0,
     measure: bool = True,
-) -> Iterator[Session]:
+) -> Iterator[RunningModel]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
@@ -168,7 +168,7 @@ def open_session(
             _time_migration(driver)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
-        yield Session(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
+        yield RunningModel(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
         if costs is not None:
             costs.learn(driver)
 

@@ -16,7 +16,7 @@ from ..options import GROUP_FLAGS, Device, flags_named, group_settings, layout_s
 if TYPE_CHECKING:
     from ..bench_runs import TimedRun
     from ..options import LayoutSettings
-    from ..session_setup import Session
+    from ..session_setup import RunningModel
 
 EXAMPLES = """\
 gearshift bench demo --workers 2
@@ -167,7 +167,7 @@ def choose_sizes(prompt: int | None, answer: int | None, context: int, on_cpu: b
 
 
 def _timed(
-    session: "Session", layouts: "LayoutSettings", prompt: int, answer: int, repeats: int, seed: int
+    session: "RunningModel", layouts: "LayoutSettings", prompt: int, answer: int, repeats: int, seed: int
 ) -> "list[TimedRun]":
     from ..bench_runs import collect_stretches, combinations, interleaved
 
@@ -185,7 +185,7 @@ def _timed(
     )  # fmt: skip
 
 
-def _versions(session: "Session") -> dict[str, str]:
+def _versions(session: "RunningModel") -> dict[str, str]:
     from ... import __version__
 
     loaded, torch_versions = session.loaded, {hello.torch_version for hello in session.cluster.hellos}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...coordinator.fit_choice import ContextWish
     from ...proto.channel import ClientListener
     from ..options import GroupSettings, LayoutSettings
-    from ..session_setup import Opened, Session
+    from ..session_setup import Opened, RunningModel
 
 EXAMPLES = """\
 gearshift coordinator demo --workers 2 --listen tcp://127.0.0.1:5555
@@ -178,7 +178,7 @@ def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":
         return None
 
 
-def _service(opened: "Opened", session: "Session", chat: "ChatPrompter | None") -> "Service":
+def _service(opened: "Opened", session: "RunningModel", chat: "ChatPrompter | None") -> "Service":
     from ... import __version__
     from ...coordinator.api.service import Service
     from ..sampling_settings import choose_sampling

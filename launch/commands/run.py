@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...coordinator.generation import GenerationRequest
     from ...coordinator.text_stream import TextStream
     from ...proto.pieces import Piece
-    from ..session_setup import Session
+    from ..session_setup import RunningModel
 
 EXAMPLES = """\
 gearshift run demo --workers 2 -p "The capital of France is" -n 40
@@ -160,7 +160,7 @@ def run(
 
 
 def _answer(
-    session: "Session",
+    session: "RunningModel",
     request: "GenerationRequest",
     stream: "TextStream",
     split: "ReasoningSplit | None",
