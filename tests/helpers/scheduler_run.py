@@ -108,3 +108,8 @@ def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
 
 def asked(length: int, max_tokens: int | None, prefill: Layout, decode: Layout, chunk: int = 8) -> GenerationRequest:
     return GenerationRequest(prompt_of(length), max_tokens, prefill=prefill, decode=decode, chunk_rule=Fixed((chunk,)))
+
+
+def of_type(group: FakeGroup, kind: type) -> list[object]:
+    """The commands of a kind in the log, in order."""
+    return [command for command in group.log if isinstance(command, kind)]
