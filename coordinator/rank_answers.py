@@ -88,22 +88,35 @@ class HashQueries:
 class CommitQuery:
     """One `CommitShift`: the same answer from every rank, the moves that arrived damaged from those they came to.
 
-    `table` and `layout` are where the request was: they hold all they held until every rank has answered.
+    `table` and `layout` are where the request was: they hold all they held until every rank has answered. `blocks`: of
+    its prompt.
     """
 
-    def __init__(self, ranks: int, table: BundleTable, layout: Layout) -> None:
+    def __init__(self, ranks: int, blocks: int, table: BundleTable, layout: Layout) -> None:
+        self._ranks, self._blocks = ranks, blocks
         self.table, self.layout = table, layout
         self.missing = {Rank(rank) for rank in range(ranks)}
         self.damaged: list[DamagedMove] = []
         self.damage_seen = False  # by any rank that has answered
 
     def answer(self, report: ShiftCommitted | ShiftDamaged) -> bool:
-        """True: all have answered. A rank that was not asked is an `AssertionError` of the caller's making."""
+        """True: all have answered. Only of one that is `missing`. `ProtocolError`: it found damage where nothing is."""
+        if isinstance(report, ShiftDamaged):
+            self._check(report)
         self.missing.remove(report.rank)
         if isinstance(report, ShiftDamaged):
             self.damage_seen = True
             self.damaged += report.moves
         return not self.missing
+
+    def _check(self, report: ShiftDamaged) -> None:
+        """What is sent once more is told to all ranks: one that is out of its mind must not take them along."""
+        ranks = range(self._ranks)
+        for move in report.moves:
+            known = 0 <= move.first_block < move.end_block <= self._blocks
+            if not known or move.stage not in ranks or move.part not in ranks:
+                which = f"which request {report.request} has not"
+                raise ProtocolError(f"rank {report.rank} found damage in {move}, {which}")
 
     def damaged_blocks(self) -> list[tuple[int, int, int]]:
         """(stage, first block, end block) of what is to be sent once more."""

@@ -98,11 +98,9 @@ class Session:
         self.target_layout = plan.prefill if returns else plan.decode
         self._read_tokens = plan.cached_tokens
         self._written = [plan.cached_tokens] * self._ranks
-        prompt, sampling = plan.request.prompt, plan.request.sampling
+        prompt, sampling, sampled = plan.request.prompt, plan.request.sampling, plan.request.sampled
         commands: list[AnyCommand] = [
-            OpenRequest(
-                plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens, plan.request.sampled
-            )
+            OpenRequest(plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens, sampled)
         ]
         if target is not None:
             commands.append(PrepareShift(plan.request_id, self.target_layout, target, swap_blocks is not None))
@@ -241,7 +239,8 @@ class Session:
         if self.table is None or self.target is None:
             raise AssertionError("a shift that can be committed has both tables")
         request_id = self.plan.request_id
-        self._commit, self._swapped = CommitQuery(self._ranks, self.table, self.layout), False
+        blocks = block_count(self.prompt_tokens)
+        self._commit, self._swapped = CommitQuery(self._ranks, blocks, self.table, self.layout), False
         self.layout, self.table, self.target = self.target_layout, self.target, None
         commit = CommitShift(request_id, self.layout)
         if self.phase is Phase.RETURN:
@@ -274,22 +273,12 @@ class Session:
         query = self._commit
         if query is None or report.rank not in query.missing:
             raise ProtocolError(f"rank {report.rank} answered a commit of request {report.request} that was not asked")
-        if isinstance(report, ShiftDamaged):
-            self._check_damage(report)
+        everybody = query.answer(report)
         if isinstance(report, ShiftCommitted):
             self.shift_reports.append(report)
         elif report.rank == self._ranks - 1:  # the sampler's: what its ticks report from here on is void, in order
             self._void_steps = self._steps_handed_out - self._steps_seen
-        return query if query.answer(report) else None
-
-    def _check_damage(self, report: ShiftDamaged) -> None:
-        """What is sent once more is told to all ranks: one that is out of its mind must not take them along."""
-        ranks, blocks = range(self._ranks), block_count(self.prompt_tokens)
-        for move in report.moves:
-            known = move.stage in ranks and move.part in ranks and 0 <= move.first_block < move.end_block <= blocks
-            if not known:
-                which = f"which request {report.request} has not"
-                raise ProtocolError(f"rank {report.rank} found damage in {move}, {which}")
+        return query if everybody else None
 
     def committed(self, query: CommitQuery) -> list[AnyCommand]:
         """All ranks have: the caller releases the moving slots of the query's table, unless it is `target` now.
