@@ -248,7 +248,7 @@ class Driver:
 
     def plan(self, request: GenerationRequest, request_id: RequestId | None = None) -> RequestPlan:
         """How a request would be run if it came now. Raises `InputError` when it cannot be."""
-        last = self._last_plan.weights if self._last_plan is not None else None
+        last = self._last_plan.regret if self._last_plan is not None else None
         group = GroupSnapshot(
             ranks=self._group.ranks,
             vocab=self._spec.vocab,
@@ -257,7 +257,7 @@ class Driver:
             limits=Limits.for_device(
                 self._settings.device, self._settings.max_chunk_tokens, self._settings.token_gap_seconds
             ),
-            weights=regret_now(self._scheduler.weights, self._known_costs.at_start, last, idle=self._scheduler.idle),
+            regret=regret_now(self._scheduler.weights, self._known_costs.at_start, last, idle=self._scheduler.idle),
             streamed_cells=self._scheduler.streamed_cells if self._settings.shift_in_place else None,
             running=self._scheduler.running,
             lengths=self._stories.lengths,

@@ -80,17 +80,17 @@ def forecasts(
     costs: Costs,
     journeys: Sequence[Journey],
     plans: Mapping[Layout, ChunkPlan],
-    weights: Regret | None = None,
+    regret: Regret | None = None,
 ) -> dict[Journey, Forecast]:
-    """Of every journey whose parts were measured. `weights` None: those of both layouts lie everywhere."""
+    """Of every journey whose parts were measured. `regret` None: those of both layouts lie everywhere."""
     found: dict[Journey, Forecast] = {}
     for journey in journeys:
         prefill, decode = journey
         read = _prefill_seconds(task, costs, prefill, plans[prefill].chunks)
         written = decode_seconds_of(task, costs, decode)
         if read is not None and written is not None:
-            back = _back_seconds(task, costs, prefill, weights)
-            exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, weights)
+            back = _back_seconds(task, costs, prefill, regret)
+            exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, regret)
             found[journey] = Forecast(back, read, exposed, written)
     return found
 
@@ -147,14 +147,14 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
     return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
 
 
-def _back_seconds(task: Task, costs: Costs, prefill: Layout, weights: Regret | None) -> float:
+def _back_seconds(task: Task, costs: Costs, prefill: Layout, regret: Regret | None) -> float:
     """A kept prefix moves before anything is read: all of its way back is waited for."""
     moved = task.cached_tokens if task.kept is not None and task.kept.layout is not prefill else 0
-    return _shift_seconds(costs, prefill, moved) + (weights.move_seconds(prefill) if weights else 0.0)
+    return _shift_seconds(costs, prefill, moved) + (regret.move_seconds(prefill) if regret else 0.0)
 
 
 def _exposed_seconds(
-    task: Task, costs: Costs, journey: Journey, chunks: Sequence[int], weights: Regret | None
+    task: Task, costs: Costs, journey: Journey, chunks: Sequence[int], regret: Regret | None
 ) -> float:
     """Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
 
@@ -164,8 +164,8 @@ def _exposed_seconds(
     if prefill is decode or task.steps == 0:
         return 0.0
     moved = 0.0
-    if weights is not None:
-        moved = weights.to_tensor_seconds if decode is Layout.TENSOR else weights.to_layer_seconds
+    if regret is not None:
+        moved = regret.to_tensor_seconds if decode is Layout.TENSOR else regret.to_layer_seconds
     return _shift_seconds(costs, decode, task.prompt_tokens if task.in_place else chunks[-1]) + moved
 
 

@@ -67,7 +67,7 @@ class RequestPlan:
     kept: KeptPrefix | None = None
     cold: "RequestPlan | None" = None
     forecasts: tuple[JourneyForecast, ...] = ()  # of all journeys that were compared
-    weights: Regret | None = None  # where they lie after this request, if they migrate
+    regret: Regret | None = None  # where weights lie after this request, if they migrate
 
     @property
     def cached_tokens(self) -> int:

@@ -72,16 +72,16 @@ def look_ahead(
     *,
     rule: ChunkRule,
     limits: Limits,
-    weights: Regret | None = None,
+    regret: Regret | None = None,
     allowed: Sequence[Journey] | None = None,
 ) -> Outlook:
     """The plan of a task by these costs; layouts None: the policy's choice, of those `allowed`."""
     ranks = len(costs.stages)
     every = journeys(ranks, None, None, allowed)
     plans = chunk_plans(task, costs, ranks, rule, limits, tuple(dict.fromkeys(first for first, _ in every)))
-    found = forecasts(task, costs, every, plans, weights)
+    found = forecasts(task, costs, every, plans, regret)
     choice = choose(
-        task, costs, prefill, decode, ranks=ranks, rule=rule, limits=limits, weights=weights, allowed=allowed
+        task, costs, prefill, decode, ranks=ranks, rule=rule, limits=limits, regret=regret, allowed=allowed
     )
     return Outlook(
         task=task,
@@ -89,7 +89,7 @@ def look_ahead(
         choice=choice,
         chunk_plans=plans,
         forecasts=found,
-        break_even=break_even(task, costs, choice.prefill, plans, weights) if ranks > 1 else None,
+        break_even=break_even(task, costs, choice.prefill, plans, regret) if ranks > 1 else None,
         bars=bars(task, costs, choice, found.get((choice.prefill, choice.decode))),
     )
 
@@ -99,11 +99,11 @@ def break_even(
     costs: Costs,
     prefill: Layout,
     plans: Mapping[Layout, ChunkPlan],
-    weights: Regret | None = None,
+    regret: Regret | None = None,
 ) -> BreakEven | None:
     """The answer's length from which a shift behind a prompt read in `prefill` pays. None: a part was not measured."""
     stay, shift = (prefill, prefill), (prefill, other(prefill))
-    found = forecasts(replace(task, steps=1), costs, (stay, shift), plans, weights)
+    found = forecasts(replace(task, steps=1), costs, (stay, shift), plans, regret)
     if len(found) < 2:
         return None
 

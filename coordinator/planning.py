@@ -27,7 +27,7 @@ class GroupSnapshot:
     limits: Limits
     running: Running = Running()  # noqa: RUF009 (frozen)
     lengths: AnswerLengths = AnswerLengths()  # noqa: RUF009 (frozen)
-    weights: Regret | None = None  # where they lie, if those of one layout must move for the other
+    regret: Regret | None = None  # where they lie, if those of one layout must move for the other
     journeys: tuple[Journey, ...] | None = None  # that there is room for; None: all
     streamed_cells: int | None = None  # of a request whose keys and values fit for both layouts at once; None: any
 
@@ -78,7 +78,7 @@ def _plan(
         ranks=group.ranks,
         rule=request.chunk_rule,
         limits=limits,
-        weights=group.weights,
+        regret=group.regret,
         allowed=group.journeys,
     )
     plan = RequestPlan(
@@ -92,7 +92,7 @@ def _plan(
         chunk_reason=choice.chunk_plan.reason,
         kept=kept,
         forecasts=told_forecasts(choice.forecasts),
-        weights=choice.weights,
+        regret=choice.regret,
     )
     return plan, choice
 

@@ -25,7 +25,7 @@ class Choice:
     reason: str
     chunk_plan: ChunkPlan
     forecasts: Mapping[Journey, Forecast] = field(default_factory=dict)
-    weights: Regret | None = None  # after this request, where weights migrate
+    regret: Regret | None = None  # after this request, where weights migrate
 
     @property
     def predicted(self) -> dict[Journey, float]:
@@ -69,34 +69,34 @@ def choose(
     ranks: int,
     rule: ChunkRule,
     limits: Limits,
-    weights: Regret | None = None,
+    regret: Regret | None = None,
     allowed: Sequence[Journey] | None = None,
 ) -> Choice:
     """The fastest journey within what was asked for, and the chunks its prompt is read in.
 
-    A kept prefix is not read again, but has to be moved where its layout is not that of the prefill. Where `weights`
-    migrate, moves are priced, and the regret rule decides instead of the least time of this one request.
+    A kept prefix is not read again, but has to be moved where its layout is not that of the prefill. Where weights
+    migrate (`regret`), moves are priced, and the rule decides instead of the least time of this one request.
     """
     open_journeys = journeys(ranks, forced_prefill, forced_decode, allowed)
     if len(open_journeys) == 1 or costs is None:
         journey, reason = _without_comparing(task, open_journeys, ranks, forced_prefill, forced_decode)
         plan = chunk_plans(task, costs, ranks, rule, limits, journey[:1])[journey[0]]
         return Choice(
-            *journey, reason, plan, weights=weights and weights.moved_to(journey[0]).moved_to(journey[1])
+            *journey, reason, plan, regret=regret and regret.moved_to(journey[0]).moved_to(journey[1])
         )
     prefills = tuple(dict.fromkeys(prefill for prefill, _ in open_journeys))
     plans = chunk_plans(task, costs, ranks, rule, limits, prefills)
-    found = forecasts(task, costs, open_journeys, plans, weights)
+    found = forecasts(task, costs, open_journeys, plans, regret)
     if not found:
-        best, reason = open_journeys[0], "no journey's costs were measured"
-    elif weights is not None:
-        best, after = _by_regret(found, weights)
-        reason = _reason(best, found, task, _told_regret(best, weights, after))
-        weights = after
+        best, reason = open_journeys[0], "these costs hold no pair of layouts as a whole, so none are compared"
+    elif regret is not None:
+        best, after = _by_regret(found, regret)
+        reason = _reason(best, found, task, _told_regret(best, regret, after))
+        regret = after
     else:
         best = min(found, key=lambda journey: found[journey].seconds)
         reason = _reason(best, found, task, "is predicted fastest")
-    return Choice(*best, reason, plans[best[0]], found, weights)
+    return Choice(*best, reason, plans[best[0]], found, regret)
 
 
 def told_forecasts(found: Mapping[Journey, Forecast]) -> tuple[JourneyForecast, ...]:
@@ -134,16 +134,16 @@ def _without_comparing(
     return journey if journey in open_journeys else open_journeys[0], "costs not measured: the usual layouts"
 
 
-def _by_regret(found: Mapping[Journey, Forecast], weights: Regret) -> tuple[Journey, Regret]:
+def _by_regret(found: Mapping[Journey, Forecast], regret: Regret) -> tuple[Journey, Regret]:
     """The rule is asked before the prompt, and before the answer.
 
     Keys and values that have to move beside the weights are a cost of the phase in the state that they move for.
     """
     read = {
-        prefill: forecast.prefill + max(0.0, forecast.back - weights.move_seconds(prefill))
+        prefill: forecast.prefill + max(0.0, forecast.back - regret.move_seconds(prefill))
         for (prefill, _), forecast in found.items()
     }
-    before = weights.note(read.get(Layout.LAYER, inf), read.get(Layout.TENSOR, inf))
+    before = regret.note(read.get(Layout.LAYER, inf), read.get(Layout.TENSOR, inf))
     written = {
         decode: forecast.decode + max(0.0, forecast.exposed - before.move_seconds(decode))
         for (prefill, decode), forecast in found.items()

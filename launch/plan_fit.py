@@ -32,7 +32,7 @@ class PlannedMemory:
     memory: tuple[RankMemory, ...]
     told: tuple[str, ...] = ()
 
-    def weights(self, costs: Costs) -> Regret | None:
+    def regret(self, costs: Costs) -> Regret | None:
         """What moving migrating weights would take at the speed of the links; None where none migrate."""
         case = self.case
         if not case.placement.migrating:

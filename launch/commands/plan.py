@@ -160,12 +160,12 @@ def _plan(
 
     def outlook(costs: "Costs") -> "Outlook":
         return look_ahead(
-            task, costs, layouts.prefill, layouts.decode, rule=layouts.chunk_rule, limits=found.limits, weights=weights,
+            task, costs, layouts.prefill, layouts.decode, rule=layouts.chunk_rule, limits=found.limits, regret=regret,
             allowed=allowed,
         )  # fmt: skip
 
     planned = found.planned
-    weights = planned.weights(found.costs) if planned is not None else None
+    regret = planned.regret(found.costs) if planned is not None else None
     left_open = layouts.prefill is None and layouts.decode is None
     allowed = planned.case.journeys if planned is not None and left_open else None
     facts = PlanFacts(outlook(found.costs), found.model, found.told, found.facts, planned)

@@ -25,10 +25,10 @@ TASK = Task(prompt_tokens=30, steps=10)
 
 
 def predict(
-    task: Task = TASK, costs: Costs = COSTS, weights: Regret | None = None
+    task: Task = TASK, costs: Costs = COSTS, regret: Regret | None = None
 ) -> dict[Journey, Forecast]:
     plans = chunk_plans(task, costs, 2, Fixed((10,)), Limits(1, 1, 100), tuple(Layout))
-    return forecasts(task, costs, JOURNEYS, plans, weights)
+    return forecasts(task, costs, JOURNEYS, plans, regret)
 
 
 def test_the_parts_of_a_journey_are_back_prefill_exposed_shift_and_decode() -> None:
@@ -87,7 +87,7 @@ def test_alike_requests_fill_the_pipeline_once_and_share_their_steps() -> None:
 
 
 def test_weights_that_migrate_are_priced_before_the_prompt_and_before_the_answer() -> None:
-    found = predict(weights=Regret(TENSOR, to_tensor_seconds=3.0, to_layer_seconds=5.0))
+    found = predict(regret=Regret(TENSOR, to_tensor_seconds=3.0, to_layer_seconds=5.0))
     assert found[LAYER, TENSOR].back == 5.0
     assert found[LAYER, TENSOR].exposed == pytest.approx(3.0 + 0.2)
     assert found[TENSOR, TENSOR].back == 0.0

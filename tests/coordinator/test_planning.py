@@ -80,12 +80,12 @@ def test_running_answers_are_counted_with() -> None:
 
 
 def test_migrating_weights_are_where_the_plan_before_left_them() -> None:
-    weights = Regret(LAYER, 0.01, 0.01)
-    first = planned(replace(GROUP, weights=weights), 200)
-    assert (first.decode, first.weights) == (TENSOR, Regret(TENSOR, 0.01, 0.01))
-    second = planned(replace(GROUP, weights=first.weights), 200)
+    regret = Regret(LAYER, 0.01, 0.01)
+    first = planned(replace(GROUP, regret=regret), 200)
+    assert (first.decode, first.regret) == (TENSOR, Regret(TENSOR, 0.01, 0.01))
+    second = planned(replace(GROUP, regret=first.regret), 200)
     assert next(one for one in second.forecasts if one.prefill is LAYER).back_seconds == pytest.approx(0.01)
-    assert planned().weights is None
+    assert planned().regret is None
 
 
 def new_driver() -> Driver:

@@ -81,38 +81,38 @@ def test_a_part_that_was_not_measured_is_not_chosen() -> None:
     assert set(choice.predicted) == {(Layout.LAYER, Layout.LAYER)}
 
 
-def migrating(costs: Costs, prompt: int, output: int, weights: Regret) -> Choice:
+def migrating(costs: Costs, prompt: int, output: int, regret: Regret) -> Choice:
     task = Task(prompt, output - 1)
-    return choose(task, costs, None, None, ranks=2, rule=Auto(), limits=LIMITS, weights=weights)
+    return choose(task, costs, None, None, ranks=2, rule=Auto(), limits=LIMITS, regret=regret)
 
 
 def test_weights_move_for_one_long_answer_at_once() -> None:
     choice = migrating(COSTS, 2000, 1000, Regret(Layout.LAYER, 0.5, 0.5))  # 8 s are saved
     assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.TENSOR)
-    assert choice.weights is not None
-    assert choice.weights.state is Layout.TENSOR
+    assert choice.regret is not None
+    assert choice.regret.state is Layout.TENSOR
     assert "moves weights (staying would cost more than the 1 s of a move there and back)" in choice.reason
 
 
 def test_weights_that_would_save_less_than_a_round_trip_stay_until_enough_was_lost() -> None:
     layer_prompts_lose = replace(COSTS, tensor_prefill=COSTS.stages[0])  # nothing is gained by going back
-    weights: Regret | None = Regret(Layout.LAYER, 1.0, 1.0)
+    regret: Regret | None = Regret(Layout.LAYER, 1.0, 1.0)
     decoded = []
     for _ in range(6):
-        assert weights is not None
-        choice = migrating(layer_prompts_lose, 64, 100, weights)  # 0.8 s lost by staying
+        assert regret is not None
+        choice = migrating(layer_prompts_lose, 64, 100, regret)  # 0.8 s lost by staying
         decoded.append(choice.decode)
-        weights = choice.weights
+        regret = choice.regret
     assert decoded == [Layout.LAYER] * 2 + [Layout.TENSOR] * 4
 
 
 def test_alternating_requests_move_no_weights() -> None:
     costs = replace(COSTS, tensor_prefill=ChunkCost(2e-3, 3e-4))
-    weights: Regret | None = Regret(Layout.LAYER, 3.0, 3.0)
+    regret: Regret | None = Regret(Layout.LAYER, 3.0, 3.0)
     for turn in range(40):
-        assert weights is not None
-        choice = migrating(costs, 4000, 2, weights) if turn % 2 else migrating(costs, 64, 100, weights)
-        weights = choice.weights
+        assert regret is not None
+        choice = migrating(costs, 4000, 2, regret) if turn % 2 else migrating(costs, 64, 100, regret)
+        regret = choice.regret
         assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.LAYER)
         assert "leaves weights where they are" in choice.reason
 
@@ -121,6 +121,6 @@ def test_layouts_that_were_asked_for_take_the_weights_along() -> None:
     task = Task(100, 10)
     choice = choose(
         task, COSTS, Layout.LAYER, Layout.TENSOR, ranks=2, rule=Auto(), limits=LIMITS,
-        weights=Regret(Layout.LAYER, 1.0, 1.0, 0.7),
+        regret=Regret(Layout.LAYER, 1.0, 1.0, 0.7),
     )  # fmt: skip
-    assert choice.weights == Regret(Layout.TENSOR, 1.0, 1.0)
+    assert choice.regret == Regret(Layout.TENSOR, 1.0, 1.0)

@@ -153,13 +153,13 @@ def test_weights_that_move_by_reload_do_so_for_answers_that_pay_for_both_ways(
 ) -> None:
     """A reload there and back takes 10.4 s; 128 tokens save 2.2 of them, 800 save 13.6, request after request."""
     costs = replace(q5_k_m(), to_tensor=ShiftCost(), to_layer=ShiftCost())
-    weights: Regret | None = Regret(LAYER, Q5_K_M.reload_seconds, Q5_K_M.reload_seconds)
+    regret: Regret | None = Regret(LAYER, Q5_K_M.reload_seconds, Q5_K_M.reload_seconds)
     chosen = []
     for _ in range(4):
-        assert weights is not None
+        assert regret is not None
         task = Task(Q5_K_M.prompt, answer - 1)
-        choice = choose(task, costs, None, None, ranks=2, rule=PEERS_CHUNKS, limits=LIMITS, weights=weights)
+        choice = choose(task, costs, None, None, ranks=2, rule=PEERS_CHUNKS, limits=LIMITS, regret=regret)
         assert choice.prefill is LAYER
         chosen.append(choice.decode)
-        weights = choice.weights
+        regret = choice.regret
     assert chosen == decodes
