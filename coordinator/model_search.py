@@ -24,7 +24,9 @@ def find_model(text: str, folders: Sequence[Path] = ()) -> Path:
     if path.is_dir():
         return _only_model(path)
     if path.exists() or not folders or len(path.parts) != 1:
-        return path  # where it does not exist, opening it says so
+        if path.exists() or len(path.parts) != 1 or path.suffix == ".gguf" or not text.isprintable():
+            return path  # where it does not exist, opening it says so
+        raise ModelFileError(f"{text}: no such file, and no `model_folders` to look in (see `gearshift config`)")
     return _by_name(text, folders)
 
 

@@ -92,7 +92,8 @@ def run_command(words: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except typer.TyperException as error:
         if message := error.format_message():  # empty where typer has shown the help instead
-            _complain(f"{message} (see gearshift --help)")
+            context = getattr(error, "ctx", None)
+            _complain(f"{message} (see {context.command_path if context else 'gearshift'} --help)")
         return error.exit_code
     except SystemExit as ending:  # from exit_on_signals, or from typer where whoever read our output has gone
         code = ending.code if isinstance(ending.code, int) else GearshiftError.exit_code

@@ -66,6 +66,7 @@ def settle_costs(
         note("costs of this group are known from before (--measure times them anew)")
         driver.use_costs(kept)
     else:
+        note("measuring what this group's work costs (later starts take it from this one)")
         keep_costs(path, driver.measure_costs().costs, facts)
     return CostPlace(path, facts)
 
@@ -113,6 +114,7 @@ def speed_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def placement_digest(placement: Placement) -> str:
+    """Equal for equal placements alone."""
     return _digest(msgspec.to_builtins(placement))
 
 

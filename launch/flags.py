@@ -220,7 +220,11 @@ PromptFile = Annotated[
 ]
 TokensFile = Annotated[
     str | None,
-    typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids; no BOS is added."),
+    typer.Option(
+        "--tokens-file",
+        metavar="IDS.json",
+        help="A JSON list of token ids, or what `tokenize --json` prints; no BOS is added.",
+    ),
 ]
 
 Temperature = Annotated[

@@ -21,11 +21,16 @@ def read_text(path: str) -> str:
 
 
 def read_token_list(path: str) -> list[object]:
-    """The values of a JSON file that holds one list; whether they are ids of the model is for the model to say."""
+    """The values of a JSON file that holds one list, or what `gearshift tokenize --json` prints.
+
+    Whether they are ids of the model is for the model to say.
+    """
     try:
         values = json.loads(_read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
+    if isinstance(values, dict):
+        values = values.get("ids", values)
     if not isinstance(values, list):
         raise InputError(f"{path} must hold one JSON list of token ids, not {type(values).__name__}")
     return values

@@ -172,12 +172,12 @@ def allowed_restarts(restarts: int | None, usual: int) -> int:
 
 def parse_layout(flag: str, text: str) -> Layout | None:
     """`auto` is None."""
-    return None if text == AUTO else _choice(flag, text, tuple(Layout))
+    return None if text == AUTO else _choice(flag, text, tuple(Layout), auto=True)
 
 
 def parse_compute_type(flag: str, text: str) -> ComputeType | None:
     """`auto` is None: the faster on this machine, measured by the workers."""
-    return None if text == AUTO else _choice(flag, text, tuple(ComputeType))
+    return None if text == AUTO else _choice(flag, text, tuple(ComputeType), auto=True)
 
 
 def parse_kv_format(flag: str, text: str) -> KvFormat | None:
@@ -248,11 +248,12 @@ def parse_seed(flag: str, seed: int) -> int:
     return seed
 
 
-def _choice(flag: str, text: str, choices: tuple[T, ...]) -> T:
+def _choice(flag: str, text: str, choices: tuple[T, ...], *, auto: bool = False) -> T:
+    """`auto`: that word is taken too, and was seen to by the caller."""
     for choice in choices:
         if text == choice:
             return choice
-    raise InputError(f"{flag} takes one of {', '.join(map(str, choices))}, not {text!r}")
+    raise InputError(f"{flag} takes one of {', '.join(map(str, (*([AUTO] if auto else []), *choices)))}, not {text!r}")
 
 
 def _size(flag: str, text: str) -> int:

@@ -65,7 +65,8 @@ def show_plan(plan: PlanFacts, console: "Console") -> None:
     outlook = plan.outlook
     for line in _heading(plan):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(_journey_table(outlook))
+    if outlook.forecasts:
+        console.print(_journey_table(outlook))
     for line in (*_choice_lines(outlook), *_measured_line(plan.as_measured), *_chunk_lines(outlook)):
         console.print(line, markup=False, soft_wrap=True)
     if plan.planned is not None:

@@ -7,7 +7,7 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ..coordinator.device_memory import DeviceUse
-from ..proto.generation_result import GenerationResult, PrefillResult, ShiftFailure, ShiftResult
+from ..proto.generation_result import FinishReason, GenerationResult, PrefillResult, ShiftFailure, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MEBIBYTE = 2**20
+
+_TOLD_ENDS = {
+    FinishReason.STOP: "to a stop token or string",
+    FinishReason.LENGTH: "to the length limit",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.ERROR: "to an error",
+}
 
 
 class Staged(Protocol):
@@ -159,7 +166,7 @@ def phase_table(result: GenerationResult) -> "Table":
         failure = result.shift_failure
         told = f"not made ({failure.kind}): {failure.reason}"
         table.add_row("shift", f"{failure.source} to {failure.to}", told, "", "")
-    steps = f"{decode.steps} steps"
+    steps = f"{decode.steps} step{'' if decode.steps == 1 else 's'}, {_TOLD_ENDS[result.finish_reason]}"
     if result.restarts:
         steps += f", the group started again {result.restarts} time{'s' if result.restarts > 1 else ''}"
     table.add_row(

@@ -1,5 +1,6 @@
 """From settings to a group of workers that holds a model: what `run`, `logits` and `perplexity` share."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,6 +130,8 @@ def open_session(
         devices = sorted({hello.device for hello in cluster.hellos})
         note(_told_devices([hello.device for hello in cluster.hellos]))
         device_kind = "cpu" if devices == ["cpu"] else "cuda"
+        if gather is None and device_kind == "cpu" and settings.workers > (cores := len(os.sched_getaffinity(0))):
+            warn(f"{settings.workers} workers share {cores} core{'s' if cores > 1 else ''}: slow, and slow to measure")
         settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
         plan = replace(plan, settings=settings)
         placement = plan.placement()

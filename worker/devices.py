@@ -56,7 +56,7 @@ def choose_device(
     visible = visible_devices(environment, table) if table else ()
     usable = torchs_devices()
     if wanted == "cuda" and not usable:
-        raise InputError(f"{local_ranks} workers need as many CUDA devices; torch sees 0")
+        raise InputError("no CUDA device that torch can use (`gearshift doctor` says more); --device cpu does without")
     if not usable or (len(usable) < local_ranks and wanted == "auto" and VARIABLE not in environment):
         return ChosenDevice("cpu", "cpu")
     row = device_of_rank(environment, visible or usable, local_rank, local_ranks)

@@ -19,7 +19,12 @@ gearshift logits demo --tokens-file ids.json --prompt-length 37 --workers 2 --pr
 """
 
 TokensFile = Annotated[
-    str, typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids.")
+    str,
+    typer.Option(
+        "--tokens-file",
+        metavar="IDS.json",
+        help="A JSON list of token ids, or what `tokenize --json` prints.",
+    ),
 ]
 PromptLength = Annotated[
     int | None,

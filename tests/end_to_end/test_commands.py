@@ -302,7 +302,7 @@ def test_f35_a_prompt_longer_than_the_context_starts_no_worker(
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_is_the_users_to_mend() -> None:
     done = gearshift("run", "demo", "-p", "a", "-n", "1", "--device", "cuda", exit_code=2)
-    assert "CUDA devices; torch sees 0" in done.stderr
+    assert "no CUDA device that torch can use" in done.stderr
 
 
 def test_a_kv_type_that_does_not_suit_the_heads_starts_no_worker(

@@ -38,6 +38,10 @@ def test_token_files_hold_one_list(tmp_path: Path) -> None:
     assert read_token_list(written(tmp_path, b"[]")) == []
 
 
+def test_what_tokenize_prints_as_json_is_such_a_file(tmp_path: Path) -> None:
+    assert read_token_list(written(tmp_path, b'{"ids": [1, 2]}\n')) == [1, 2]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1,", b"\xff", b"[" * 100_000, b"[" + b"9" * 5000 + b"]"])
 def test_what_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InputError, match="is not JSON"):
@@ -46,7 +50,7 @@ def test_what_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_json_that_is_no_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one JSON list"):
-        read_token_list(written(tmp_path, b'{"ids": [1]}'))
+        read_token_list(written(tmp_path, b'{"tokens": [1]}'))
 
 
 def test_a_prompt_comes_from_one_place(tmp_path: Path) -> None:

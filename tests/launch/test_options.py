@@ -33,7 +33,7 @@ def test_choices_become_their_types() -> None:
 
 @pytest.mark.parametrize("text", ["", "Layer", "pipeline", "auto,layer"])
 def test_an_unknown_choice_names_the_flag_and_the_choices(text: str) -> None:
-    with pytest.raises(InputError, match=r"--prefill takes one of layer, tensor, not"):
+    with pytest.raises(InputError, match=r"--prefill takes one of auto, layer, tensor, not"):
         parse_layout("--prefill", text)
 
 

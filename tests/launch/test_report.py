@@ -138,7 +138,7 @@ def test_the_tables_tell_each_phase_and_each_rank() -> None:
         "layer to tensor",
         "exposed",
         "hidden",
-        "1 steps",
+        "1 step, to the length limit",
         "0..2",
         "3..4",
         "192.0",

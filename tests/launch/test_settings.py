@@ -181,7 +181,7 @@ def test_settings_of_the_file_reach_the_group(written_config: Path) -> None:
 
 
 def test_a_choice_that_is_none_names_the_file_it_stands_in(written_config: Path) -> None:
-    with pytest.raises(InputError, match=r"prefill in .*/config.toml takes one of layer, tensor"):
+    with pytest.raises(InputError, match=r"prefill in .*/config.toml takes one of auto, layer, tensor"):
         layout_settings()
 
 

@@ -89,7 +89,7 @@ def test_a_worker_takes_torchs_number_and_names_the_card_behind_it() -> None:
 @pytest.mark.parametrize("text", ["", "-1"])
 def test_no_visible_card_means_the_cpu_unless_cuda_was_asked_for(text: str) -> None:
     assert chosen("auto", 0, 2, text).name == "cpu"
-    with pytest.raises(InputError, match="torch sees 0"):
+    with pytest.raises(InputError, match="no CUDA device that torch can use"):
         chosen("cuda", 0, 2, text)
 
 
