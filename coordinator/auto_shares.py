@@ -167,11 +167,13 @@ def suggested_lengths(costs: LayerSeconds, layers: int) -> tuple[tuple[float, ..
 
 
 def equal_stages(layers: int, ranks: int) -> tuple[int, ...]:
+    """Layers of each stage, in rank order, as even as whole layers allow."""
     ends = [floor(layers * rank / ranks + 0.5) for rank in range(ranks + 1)]
     return tuple(end - first for first, end in pairwise(ends))
 
 
 def slowest_stage(layer_seconds: Sequence[Seconds], lengths: Sequence[int]) -> float:
+    """Seconds of the stage that takes longest; `layer_seconds[rank][layer]`."""
     ends = list(accumulate(lengths))
     return max(
         sum(seconds[end - length : end])
@@ -180,4 +182,5 @@ def slowest_stage(layer_seconds: Sequence[Seconds], lengths: Sequence[int]) -> f
 
 
 def slowest_part(paces: Sequence[PartPace], shares: Seconds) -> float:
+    """Seconds of the rank that takes longest with its share."""
     return max(pace.seconds(share) for pace, share in zip(paces, shares, strict=True))

@@ -136,6 +136,7 @@ def decode_seconds_of(task: Task, costs: Costs, layout: Layout) -> float | None:
 
 
 def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
+    """Of decode steps in a layout; None: not measured."""
     return costs.decode_layer if layout is Layout.LAYER else costs.decode_tensor
 
 

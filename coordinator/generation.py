@@ -101,12 +101,16 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class LogitsEvent:
+    """Logits of some of a prompt's or a forced answer's positions."""
+
     request: RequestId
     rows: LogitRows
 
 
 @dataclass(frozen=True, slots=True)
 class ScoresEvent:
+    """Log probabilities of some of the targets asked for."""
+
     request: RequestId
     scores: Scores
 

@@ -27,12 +27,16 @@ Facts: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ProcessNamed:
+    """A viewer shows this name for a process: the coordinator, or a rank."""
+
     process: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrackNamed:
+    """A viewer shows this name for one of a process's tracks."""
+
     process: int
     track: int
     name: str

@@ -82,6 +82,7 @@ def names_no_shares(settings: GroupSettings) -> bool:
 
 
 def memory_wish(settings: GroupSettings) -> MemoryWish:
+    """What the user wants left free, and the most to be used, in bytes."""
     return MemoryWish(settings.reserve_bytes, settings.memory_limits)
 
 

@@ -108,6 +108,7 @@ def pieces_of(news: TokensWritten | Finished) -> tuple[Piece, ...]:
 
 
 def result_of(accepted: Accepted, finished: Finished) -> AnswerResult:
+    """What a client is handed when its answer is over."""
     facts = finished.result
     return AnswerResult(
         text=finished.text,

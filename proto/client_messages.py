@@ -32,6 +32,8 @@ class RefusalKind(StrEnum):
 
 
 class GroupState(StrEnum):
+    """What a group that clients ask can do for them."""
+
     LOADING = "loading"  # requests for text are kept, plans and switches refused
     SERVING = "serving"
     FAILED = "failed"

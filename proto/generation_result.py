@@ -9,6 +9,8 @@ from .reports import SampledToken
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended."""
+
     STOP = "stop"  # an end-of-generation token, or a stop string
     LENGTH = "length"  # max_tokens, or the context's end
     CANCELLED = "cancelled"
@@ -50,6 +52,8 @@ class ShiftResult(Struct, frozen=True):
 
 
 class ShiftFailureKind(StrEnum):
+    """Why a shift was not made."""
+
     DECLINED = "declined"  # by a rank, before anything moved
     DAMAGED = "damaged"  # bytes arrived changed, and changed again when they were sent once more
     NO_ROOM = "no room"  # for keys and values in both layouts

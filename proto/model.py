@@ -36,6 +36,8 @@ class RopeKind(StrEnum):
 
 
 class RopeScaling(StrEnum):
+    """How a rotary embedding is stretched beyond the trained context."""
+
     NONE = "none"
     LINEAR = "linear"
     YARN = "yarn"
@@ -70,6 +72,8 @@ class LayerSpec(Struct, frozen=True):
 
 
 class Activation(StrEnum):
+    """Of the feed-forward's gate."""
+
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
 

@@ -5,11 +5,15 @@ from enum import StrEnum
 
 
 class PieceKind(StrEnum):
+    """Which of the two a piece belongs to."""
+
     REASONING = "reasoning"
     ANSWER = "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
+    """Text of one kind; never empty where it is handed on."""
+
     kind: PieceKind
     text: str

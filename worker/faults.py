@@ -34,6 +34,8 @@ ANY = -1  # every shift, or every start
 
 @dataclass(frozen=True, slots=True)
 class DeclineShift:
+    """A rank refuses to prepare its `shift`-th shift."""
+
     rank: int
     shift: int = ANY
     start: int = 0
@@ -41,6 +43,8 @@ class DeclineShift:
 
 @dataclass(frozen=True, slots=True)
 class ExhaustMemory:
+    """A rank is out of memory when it prepares its `shift`-th shift."""
+
     rank: int
     shift: int = ANY
     start: int = 0
@@ -58,6 +62,8 @@ class CorruptMoves:
 
 @dataclass(frozen=True, slots=True)
 class DieAtShift:
+    """A rank kills itself as its `shift`-th shift is prepared."""
+
     rank: int
     shift: int
     start: int = 0
@@ -65,6 +71,8 @@ class DieAtShift:
 
 @dataclass(frozen=True, slots=True)
 class DieAtTick:
+    """A rank kills itself as a tick begins."""
+
     rank: int
     tick: int
     start: int = 0
@@ -72,6 +80,8 @@ class DieAtTick:
 
 @dataclass(frozen=True, slots=True)
 class HangAtTick:
+    """A rank stops for ever as a tick begins."""
+
     rank: int
     tick: int
     start: int = 0
@@ -88,6 +98,8 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class CorruptPair:
+    """What goes from one rank to another in the start-up check arrives changed."""
+
     source: int
     target: int
     start: int = 0

@@ -50,6 +50,7 @@ class FlagWait:
 
 
 def more_ranks_than_cores(ranks: int) -> bool:
+    """Whether a rank that waits must leave its core to another."""
     return ranks > len(os.sched_getaffinity(0))
 
 

@@ -59,6 +59,7 @@ class PiecePlan:
 
 
 def tensors_of(piece: Piece) -> tuple[Tensor, ...]:
+    """The tensors that a piece consists of, in the order of their bytes."""
     return (piece.codes, piece.high, piece.scales, piece.supers) if isinstance(piece, Planes) else (piece,)
 
 
