@@ -57,7 +57,9 @@ def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:
     if not run.chat and (run.system is not None or run.template_options):
         raise InputError("--system and --template-option belong to --chat")
     options = _options(run, current_settings(flags))
-    with Client(run.address, key_file=run.key_file) as client:
+    with busy(f"looking for a coordinator at {run.address}"):
+        found = Client(run.address, key_file=run.key_file)
+    with found as client:
         note(f"connected to {run.address}: {client.model}" + (STILL_LOADING if client.was_loading else ""))
         _answer(client, run, options)
 
