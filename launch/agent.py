@@ -195,6 +195,7 @@ class _Reporter:
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()
         self._failure_told = False
+        self._unseen = False  # some worker ended before the thread could look: elastic alone knows how
 
     def run(self) -> None:
         """Until every worker has ended."""
@@ -206,7 +207,8 @@ class _Reporter:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                continue  # ended and reaped already: `report_unseen` tells
+                self._unseen = True  # ended and reaped already: `report_unseen` tells
+                continue
             pid_of_descriptor[descriptor] = pid
             poller.register(descriptor, select.POLLIN)
         kill_at: float | None = None
@@ -215,7 +217,8 @@ class _Reporter:
             ended = [line for d in ready if (line := self._ended(d, pid_of_descriptor[d], places)) is not None]
             # Ended in the same instant: a kill comes before the complaints that it causes.
             for line in sorted(ended, key=lambda line: line.signal_name is None):
-                self._write(line)
+                if not self._follows_from_unseen(line):
+                    self._write(line)
             for descriptor in ready:
                 poller.unregister(descriptor)
                 os.close(descriptor)
@@ -224,6 +227,10 @@ class _Reporter:
                 kill_at = time.monotonic() + KILL_AFTER_SECONDS
             if kill_at is not None and time.monotonic() > kill_at:
                 _kill(tuple(pid_of_descriptor))
+
+    def _follows_from_unseen(self, line: Ended) -> bool:
+        """Whether elastic seems to have ended this worker because of one that nobody here saw end."""
+        return self._unseen and not self._failure_told and line.signal_name == signal_name(signal.SIGTERM)
 
     def report_unseen(self, result: "RunResult") -> None:
         """A failure that elastic reaped before the thread could look."""
@@ -250,6 +257,7 @@ class _Reporter:
             # WNOWAIT: the process stays for elastic to reap.
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
+            self._unseen = True
             return None
         if status is None:
             return None

@@ -84,7 +84,9 @@ def test_a_session_on_a_terminal_survives_ctrl_c(smollm2_path: Path) -> None:
         typist.type("\x03")
         assert "kept from before" not in typist.wait_for(", stopped]")
         typist.wait_for("> ")
-        typist.type("half a line\x03")
+        typist.type("half a line")
+        typist.wait_for("half a line")  # the editor waits for the next key then, and a signal wakes it
+        typist.type("\x03")
         typist.wait_for("[Ctrl-D or /exit ends]")
         typist.wait_for("> ")
         typist.type("And of the land.\n")
