@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.benchmarks.policy import numbers
 from gearshift.coordinator.chunk_plan import Auto, ChunkRule, Fixed, Sqrt
 from gearshift.coordinator.cost_model import ChunkCost, fit
 from gearshift.coordinator.driver import Driver
@@ -30,7 +30,7 @@ from gearshift.launch.bench_runs import (
     run_once,
 )
 from gearshift.launch.commands.bench import on_cpu
-from gearshift.launch.options import Device, group_settings, layout_settings
+from gearshift.launch.options import layout_settings
 from gearshift.launch.report import chunks_text
 from gearshift.launch.session_setup import open_model, open_session
 from gearshift.launch.timeline import devices_busy, rank_lines
@@ -107,18 +107,11 @@ def rule_facts(runs: Sequence[TimedRun], prompt_tokens: int, ranks: int) -> dict
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--device", type=Device, default=Device.AUTO)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--compute-type", default=None)
+    parser = group_parser(__doc__)
     parser.add_argument("--prompts", type=numbers, default=None)
     parser.add_argument("--max-chunk", type=int, default=None, help="left out: 8192, 1024 on CPU")
     parser.add_argument("--fixed", type=int, default=None, help="left out: 2048, 256 on CPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true", default=None)
-    parser.add_argument("--throttle-link", type=float, default=None)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     return parser.parse_args()
 
@@ -132,10 +125,7 @@ def main() -> None:
     if not prompts:
         raise SystemExit(f"no prompt of {asked} fits this model's context of {opened.spec.trained_context}")
     max_chunk = min(options.max_chunk or 8192 // scale, max(prompts))
-    settings = group_settings(
-        workers=options.workers, device=options.device, threads=options.threads, compute_type=options.compute_type,
-        max_chunk=max_chunk, no_peer=options.no_peer, throttle_link=options.throttle_link, measure=True,
-    )  # fmt: skip
+    settings = settings_of(options, max_chunk=max_chunk)
     rules = chunk_rules(max_chunk, options.fixed or 2048 // scale)
     layouts = layout_settings("layer", "layer", "auto")
     found: list[dict[str, Any]] = []

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gearshift.benchmarks.arguments import group_parser, settings_of
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.driver import Driver
 from gearshift.launch.bench_runs import Combination, made_up_prompt, run_once
-from gearshift.launch.options import Device, group_settings, layout_settings
+from gearshift.launch.options import layout_settings
 from gearshift.launch.session_setup import open_model, open_session
 from gearshift.proto.ids import Layout, WeightSource
 
@@ -122,27 +123,17 @@ def table(ways: Sequence[Way], exposed: Exposed, memory: Sequence[dict[str, int]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--device", type=Device, default=Device.AUTO)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--compute-type", default=None)
+    parser = group_parser(__doc__)
     parser.add_argument("--residency", default="migrate")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true", default=None)
-    parser.add_argument("--throttle-link", type=float, default=None)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    settings = group_settings(
-        workers=options.workers, device=options.device, threads=options.threads, compute_type=options.compute_type,
-        no_peer=options.no_peer, throttle_link=options.throttle_link, residency=options.residency, measure=True,
-    )  # fmt: skip
+    settings = settings_of(options, residency=options.residency)
     opened = open_model(options.model)
     context = min(opened.spec.trained_context, options.prompt + 2 * ANSWER_TOKENS)
     layouts = layout_settings("auto", "auto")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.driver import Driver
 from gearshift.launch.bench_runs import (
@@ -32,7 +33,7 @@ from gearshift.launch.bench_runs import (
     turns,
 )
 from gearshift.launch.commands.bench import on_cpu
-from gearshift.launch.options import Device, group_settings, layout_settings
+from gearshift.launch.options import layout_settings
 from gearshift.launch.session_setup import open_model, open_session
 
 GOAL_REGRET = 0.02
@@ -183,17 +184,8 @@ def _short(name: str) -> str:
     return "".join(word[0] for word in name.split("->"))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--device", type=Device, default=Device.AUTO)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--compute-type", default=None)
+    parser = group_parser(__doc__)
     parser.add_argument("--prompts", type=numbers, default=None)
     parser.add_argument("--answers", type=numbers, default=None)
     parser.add_argument("--blocks", type=int, default=5, help="medians, the best of which counts")
@@ -202,18 +194,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chat", type=numbers, default=None, help="new tokens of each turn")
     parser.add_argument("--chat-answer", type=int, default=None)
     parser.add_argument("--no-chat", action="store_true")
-    parser.add_argument("--no-peer", action="store_true", default=None)
-    parser.add_argument("--throttle-link", type=float, default=None)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    settings = group_settings(
-        workers=options.workers, device=options.device, threads=options.threads, compute_type=options.compute_type,
-        no_peer=options.no_peer, throttle_link=options.throttle_link, measure=True,
-    )  # fmt: skip
+    settings = settings_of(options)
     opened = open_model(options.model)
     usual = ON_CPU if on_cpu(options.device) else ON_CARDS
     context = opened.spec.trained_context

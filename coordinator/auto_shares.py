@@ -179,8 +179,3 @@ def slowest_stage(layer_seconds: Sequence[Seconds], lengths: Sequence[int]) -> f
         sum(seconds[end - length : end])
         for seconds, length, end in zip(layer_seconds, lengths, ends, strict=True)
     )
-
-
-def slowest_part(paces: Sequence[PartPace], shares: Seconds) -> float:
-    """Seconds of the rank that takes longest with its share."""
-    return max(pace.seconds(share) for pace, share in zip(paces, shares, strict=True))

@@ -231,18 +231,3 @@ def _told_bound(task: Task, limits: Limits) -> str:
 
 def _count(chunks: Sequence[int]) -> str:
     return f"{len(chunks)} chunk{'s' if len(chunks) > 1 else ''}"
-
-
-def equal_time_cuts(tokens: int, cached: int, cost: ChunkCost, count: int) -> list[float]:
-    """Positions L_k, k = 0..m, between which each chunk takes the same time; real numbers.
-
-    L = 2c / (a + sqrt(a² + 4 q c)) is the root of q L² + a L = c that loses no digits when q is small.
-    """
-    a, q = cost.per_token, cost.per_pair
-    start = a * cached + q * cached * cached
-    work = cost.variable_seconds(cached, tokens)
-    if work <= 0:
-        return [cached + tokens * k / count for k in range(count + 1)]
-    goals = [start + k * work / count for k in range(count + 1)]
-    cuts = [2 * c / (a + sqrt(a * a + 4 * q * c)) if c > 0 else 0.0 for c in goals]
-    return [float(cached), *cuts[1:-1], float(cached + tokens)]

@@ -147,22 +147,28 @@ def _ratios(slowest: float, others: Sequence[float]) -> list[float]:
     return sorted({max(1.05, ratio**0.5), max(1.1, ratio), max(1.2, ratio**2), HUGE})
 
 
+def places_of_shares(cost: ChunkCost, cached: int, tokens: int, shares: Seconds) -> Seconds:
+    """How many tokens of a prompt are read when these shares of its work are done, b aside; real numbers.
+
+    L = 2c / (a + sqrt(a² + 4 q c)) is the root of q L² + a L = c that loses no digits when q is small.
+    """
+    a, q = cost.per_token, cost.per_pair
+    work = cost.variable_seconds(cached, tokens)
+    # Nothing depends on a chunk's length where b is all there is; at L = 0 the root is 0 / 0 without attention only.
+    if not (a > 0 and work > 0):
+        return shares * tokens
+    goals = a * cached + q * cached * cached + shares * work
+    places: Seconds = 2 * goals / (a + np.sqrt(a * a + 4 * q * goals)) - cached
+    return places
+
+
 def _on_grid(task: Task, cost: ChunkCost, weights: Seconds, behind: Numbers) -> Lists:
     """Chunks whose times on a stage are as the weights, at whole grid steps; `behind`: chunks that follow each.
 
     Where a weight is too fine for the grid or too long for the buffers, the chunks after it take the difference.
     """
-    a, q = cost.per_token, cost.per_pair
-    work = cost.variable_seconds(task.cached, task.tokens)
     shares = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
-    goals = a * task.cached + q * task.cached * task.cached + shares * work
-    even = task.cached + shares * task.tokens
-    # Nothing depends on a chunk's length where b is all there is; at L = 0 the root is 0 / 0 without attention only.
-    cuts = (
-        2 * goals / (a + np.sqrt(a * a + 4 * q * goals)) - task.cached
-        if a > 0 and work > 0
-        else even - task.cached
-    )
+    cuts = places_of_shares(cost, task.cached, task.tokens, shares)
     steps = np.rint(cuts / task.grid).astype(np.int64) * task.grid
     sizes = np.clip(np.diff(steps, axis=1, prepend=0), task.minimum, task.largest)
     ends = np.where(behind > 0, np.minimum(np.cumsum(sizes, axis=1), task.tokens), task.tokens)

@@ -1,5 +1,6 @@
 """Shares for unequal ranks: stages of equal time, parts of equal time, held against every split and every share."""
 
+from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
@@ -14,7 +15,6 @@ from gearshift.coordinator.auto_shares import (
     equal_stages,
     next_shares,
     part_shares,
-    slowest_part,
     slowest_stage,
     stage_lengths,
 )
@@ -66,6 +66,10 @@ def test_among_equally_quick_splits_the_first_chunk_takes_the_shorter_way() -> N
 
 def test_a_rank_that_would_hold_all_up_gets_no_layer() -> None:
     assert stage_lengths([[1.0] * 4, [100.0] * 4]) == (4, 0)
+
+
+def slowest_part(paces: Sequence[PartPace], shares: Sequence[float]) -> float:
+    return max(pace.seconds(share) for pace, share in zip(paces, shares, strict=True))
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,10 @@ from gearshift.coordinator.chunk_plan import (
     Fixed,
     Limits,
     Sqrt,
-    equal_time_cuts,
     parse_chunk_rule,
     plan_chunks,
 )
+from gearshift.coordinator.chunk_starts import places_of_shares
 from gearshift.coordinator.cost_model import ChunkCost
 from gearshift.coordinator.flow_shop import chunk_seconds, makespan, makespan_of_chunks
 from gearshift.proto.errors import InputError
@@ -149,9 +150,10 @@ def test_the_flow_shop_waits_for_stage_and_chunk() -> None:
     count=st.integers(1, 20),
 )
 def test_equal_time_cuts_take_equal_times(costs: ChunkCost, cached: int, count: int) -> None:
-    cuts = equal_time_cuts(10_000, cached, costs, count)
-    assert cuts[0] == cached
-    assert cuts[-1] == cached + 10_000
+    shares = np.arange(count + 1) / count
+    cuts = (cached + places_of_shares(costs, cached, 10_000, shares)).tolist()
+    assert cuts[0] == pytest.approx(cached, abs=1e-6)
+    assert cuts[-1] == pytest.approx(cached + 10_000, abs=1e-6)
     seconds = [
         costs.per_token * (end - first) + costs.per_pair * (end * end - first * first)
         for first, end in pairwise(cuts)
