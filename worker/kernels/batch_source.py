@@ -14,7 +14,6 @@ from .quant_planes import PlaneFormat
 WARPS = 8
 
 SOURCE = r"""
-#define WARPS 8
 #define MAGIC 0x4B400000
 #define PIVOT 12582912.0f
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ void mma16(int* c, int a0, int a1, int b) {
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Two words of eight codes of one row: columns of this thread in the group's first half (HALF 0) or second.
+// Two words of eight codes of one row: columns of this thread in the group's first half, and in its second.
 struct Row { int low[2]; int top[2]; };
 
 __device__ __forceinline__ Row codes_of(const unsigned char* codes, const unsigned* high, long row, int groups, int G,
@@ -204,6 +203,7 @@ def source(form: PlaneFormat, tiles: int, rows_of_eight: int, blocks: int) -> st
     facts = {
         "BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero,
         "MT": tiles, "NT": rows_of_eight, "BLOCKS": blocks,
+        "WARPS": WARPS,
     }  # fmt: skip
     return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + SOURCE
 

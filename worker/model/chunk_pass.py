@@ -79,7 +79,7 @@ class ChunkPass:
         sum_in_place: Callable[[Tensor], object],
     ) -> Tensor:
         """The chunk through the layers; a new tensor f32 [T, D]. `sum_in_place`: over the ranks, between the graphs."""
-        buffers, rows = self._fill(hidden_TD, segment, layout), segment.rows
+        buffers, rows = self._fill(hidden_TD, segment), segment.rows
         bucket = chunk_bucket(rows)
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
@@ -103,7 +103,7 @@ class ChunkPass:
             play("end", work.end)
         return buffers.hidden[:rows].clone()
 
-    def _fill(self, hidden_TD: Tensor, segment: Segment, layout: Layout) -> Buffers:
+    def _fill(self, hidden_TD: Tensor, segment: Segment) -> Buffers:
         if self._buffers is None:
             self._buffers = Buffers.of(
                 self._decoder, self._placement, self._rank, self._most_rows, self._blocks
