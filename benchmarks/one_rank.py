@@ -20,7 +20,7 @@ from gearshift.proto.ids import KvType, Layout, RequestId
 from gearshift.proto.kv import KvFormat, block_count
 from gearshift.proto.placement.bundles import held_bundles
 from gearshift.proto.placement.cuts import place
-from gearshift.worker.kernels.step_ops import Exchange
+from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kv import KvStore, SlotRun
 from gearshift.worker.memory import MemoryLedger
 from gearshift.worker.model.chunk_pass import ChunkPass

@@ -8,7 +8,7 @@ import torch
 from ..proto.kv import KvFormat
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
-from .kernels.step_ops import Exchange
+from .kernels.exchange import Exchange
 from .kv import KvStore
 from .links.open import Links
 from .model.chunk_pass import ChunkPass
@@ -51,5 +51,5 @@ def device_parts(
         inboxes = links.open_inboxes(Exchange.inbox_words(placement.ranks, spec.hidden))
         if inboxes is None:
             return DeviceParts(decoder, None)
-        exchange = Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden, inboxes)
+        exchange = Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden, inboxes.on_host, inboxes)
     return DeviceParts(decoder, DecodeSteps(spec, placement, decoder, exchange, context_tokens))

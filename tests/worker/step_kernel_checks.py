@@ -8,8 +8,9 @@ import torch.nn.functional as functional
 
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.worker.kernels import step_ops
+from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows
-from gearshift.worker.kernels.step_ops import Angles, Exchange, KvPlace, RopeFacts, SplitBuffers, StepState
+from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 EPSILON = 1e-5

@@ -22,7 +22,7 @@ import sys
 card = int(sys.argv[1])
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import quant_triton, step_triton
+from gearshift.worker.kernels import exchange_triton, quant_triton, step_triton
 from gearshift.worker.kernels.quant_planes import FORMATS
 
 def source(kernel, types, constants):
@@ -34,14 +34,19 @@ def sources():
         facts = dict(K=4096, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero)
         words = dict.fromkeys(("codes", "high", "scales", "supers", "xq"), "*i32") | {"out_stride": "i32", "N": "i32"}
         words["supers"] = "*fp16" if form.name == "Q6_K" else "*i32"
-        yield source(quant_triton.multiply_rows, words, facts | dict(B=4, BN=2, G=64, EMULATED=False))
+        words |= {"inboxes": "*i64", "sequence": "*i32", "first": "i32"}
+        sent = dict(WIDTH=5120, RANKS=4, RANK=1, ROWS=16)
+        yield source(quant_triton.multiply_rows, words, facts | dict(B=4, BN=2, G=64, EMULATED=False) | sent)
         raw = dict(high="*u8", scales="*i8", supers="*fp16", ids="*i32", out="*bf16")
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
     yield source(step_triton.finish_half_block, dict(partial_stride="i32", normed="*bf16", xq="*i8", inboxes="*i64",
-        sequence="*i32", failed="*i32", epsilon="fp32"),
-        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, FACTS=True))
+        sequence="*i32", failed="*i32", ahead="*i64", rows="i32", epsilon="fp32"),
+        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, FACTS=True, SENT=False,
+             COUNT=False, AHEAD=True))
+    yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
+        dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
         table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
         dict(H=4, GROUP=4, PAD=16, W=256, SPLITS=32, WINDOW=0, STAGES=1))

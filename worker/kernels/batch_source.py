@@ -9,6 +9,7 @@ activations agree; here a thread takes eight neighbouring bytes (four and four w
 Integer sums start at 0x4B400000: read as a float that is 12582912 + sum, which saves the slow conversion.
 '''
 
+from .exchange import MOST_ROWS
 from .quant_planes import PlaneFormat
 
 WARPS = 8
@@ -99,7 +100,7 @@ __device__ __forceinline__ Factors factors_of(const unsigned* scales, const unsi
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
     const unsigned char* codes, const unsigned* high, const unsigned* scales, const unsigned* supers,
     const signed char* x, const float2* facts, const float2* sums, float* out, int out_stride, int rows, int batch,
-    int groups) {
+    int groups, unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks, int rank) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const long columns = (long)groups * 64;
   const int base = blockIdx.x * (16 * MT);
@@ -189,7 +190,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += shares[w][n][b];
-    if (base + n < rows && b < batch) out[(long)b * out_stride + base + n] = sum;
+    if (base + n < rows && b < batch) {
+      out[(long)b * out_stride + base + n] = sum;
+      if (ranks > 1) {  // a partial sum: to the other ranks at once, value and number in one word
+        int number = sequence[b] + 1;
+        long at = ((long)((number & 1) * ranks + rank) * MOST_ROWS + b) * width + first + base + n;
+        for (int peer = 0; peer < ranks; peer++)
+          if (peer != rank)
+            ((volatile unsigned long long*)inboxes[peer])[at] =
+                ((unsigned long long)number << 32) | __float_as_uint(sum);
+      }
+    }
   }
 }
 """
@@ -203,7 +214,7 @@ def source(form: PlaneFormat, tiles: int, rows_of_eight: int, blocks: int) -> st
     facts = {
         "BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero,
         "MT": tiles, "NT": rows_of_eight, "BLOCKS": blocks,
-        "WARPS": WARPS,
+        "WARPS": WARPS, "MOST_ROWS": MOST_ROWS,
     }  # fmt: skip
     return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + SOURCE
 

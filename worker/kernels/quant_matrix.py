@@ -9,7 +9,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from . import quant_ops
-from .quant_ops import QuantizedRows
+from .exchange import Exchange
+from .quant_ops import QuantizedRows, Sent
 from .quant_planes import Planes
 
 WORKSPACE_BYTES = 256 << 20
@@ -91,13 +92,21 @@ class QuantMatrix:
             first += _rows(piece)
         return out
 
-    def multiply_quantized(self, x: QuantizedRows, out: Tensor) -> None:
-        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say."""
+    @property
+    def tells_ranks(self) -> bool:
+        """Whether `multiply_quantized` can send its sums."""
+        return all(isinstance(piece, Planes) for piece in self.pieces)
+
+    def multiply_quantized(self, x: QuantizedRows, out: Tensor, to: Exchange | None = None) -> None:
+        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say.
+
+        `to`: the sums are partial, and go to the other ranks at once; only where `tells_ranks`.
+        """
         first = 0
         for piece in self.pieces:
             columns = out[:, first : first + _rows(piece)]
             if isinstance(piece, Planes):
-                quant_ops.multiply(piece, x, columns)
+                quant_ops.multiply(piece, x, columns, sent=Sent(to, first) if to else None)
             else:
                 columns.copy_(functional.linear(x.expanded(piece.dtype), piece))
             first += _rows(piece)

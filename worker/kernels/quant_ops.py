@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from . import batch_source
+from .exchange import MOST_ROWS, Exchange
 from .quant_planes import PlaneFormat, Planes, ScaleKind
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
@@ -63,16 +64,26 @@ def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
     return result
 
 
-def multiply(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int] | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Where else a partial sum goes: to the other ranks, as columns from `first` on of the exchange's rows."""
+
+    exchange: Exchange
+    first: int
+
+
+def multiply(
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int] | None = None, sent: Sent | None = None
+) -> None:
     """out [B, N] f32 = x @ matrix^T, B up to LARGEST_BATCH; out may be some columns of a wider tensor.
 
     `tile`: as `usual_tile` or `usual_batch_tile` would give it.
     """
     if x.codes.shape[0] > MOST_SINGLE and not EMULATED:
-        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows))
+        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
     else:
         groups = triton.next_power_of_2(planes.columns // 64)
-        _multiply_rows(planes, x, out, groups, tile or usual_tile(planes.rows, groups))
+        _multiply_rows(planes, x, out, groups, tile or usual_tile(planes.rows, groups), sent)
 
 
 @cache
@@ -84,14 +95,21 @@ def _batch_kernel(form: PlaneFormat, tile: tuple[int, int], rows_of_eight: int, 
     return kernel
 
 
-def _multiply_batch(planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int]) -> None:
+def _multiply_batch(
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int], sent: Sent | None
+) -> None:
     batch = x.codes.shape[0]
     kernel = _batch_kernel(planes.format, tile, -(-batch // 8), out.device.index)
+    stand_in = x.codes  # nobody is told
+    exchange = sent.exchange if sent else None
     kernel(
         grid=(triton.cdiv(planes.rows, 16 * tile[0]), 1, 1), block=(32 * batch_source.WARPS, 1, 1),
         args=[
             planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.facts, x.halves, out, out.stride(0),
             planes.rows, batch, planes.columns // 64,
+            exchange.inboxes if exchange else stand_in, exchange.sums_sequence if exchange else stand_in,
+            sent.first if sent else 0, exchange.width if exchange else 0, exchange.ranks if exchange else 1,
+            exchange.rank if exchange else 0,
         ],
     )  # fmt: skip
 
@@ -101,16 +119,21 @@ def usual_batch_tile(rows: int) -> tuple[int, int]:
     return (2, 2) if rows >= 8192 else (1, 2)
 
 
-def _multiply_rows(planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, int]) -> None:
-    form = planes.format
+def _multiply_rows(
+    planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, int], sent: Sent | None
+) -> None:
+    form, exchange = planes.format, sent.exchange if sent else None
     rows_a_program, warps = tile
     signed_scales = form.scale_kind is ScaleKind.SUPER_SIGNED
     multiply_rows[(triton.cdiv(planes.rows, rows_a_program),)](
         _words(planes.codes), _words(planes.high), _words(planes.scales),
         planes.supers if signed_scales else planes.supers.view(torch.int32),
-        _words(x.codes), x.scales, x.sums_16, x.sums_32, out, out.stride(0), planes.rows,
+        _words(x.codes), x.scales, x.sums_16, x.sums_32, out, out.stride(0), exchange.inboxes if exchange else out,
+        exchange.sums_sequence if exchange else out, sent.first if sent else 0, planes.rows,
         K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
-        B=x.codes.shape[0], BN=rows_a_program, G=groups, EMULATED=EMULATED, num_warps=warps,
+        B=x.codes.shape[0], BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
+        RANKS=exchange.ranks if exchange else 1, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
+        EMULATED=EMULATED, num_warps=warps,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ instruction that Triton's interpreter lacks, so the same kernels are tested with
 import triton
 import triton.language as tl
 
+from .exchange_triton import send_words
+
 
 @triton.jit
 def _dot4(codes, x, SIGNED: tl.constexpr, EMULATED: tl.constexpr):
@@ -88,13 +90,15 @@ def quantize_rows(
 
 @triton.jit
 def multiply_rows(
-    codes, high, scales, supers, xq, xs, xsum16, xsum32, out, out_stride, N, K: tl.constexpr, BITS: tl.constexpr,
-    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
-    EMULATED: tl.constexpr,
+    codes, high, scales, supers, xq, xs, xsum16, xsum32, out, out_stride, inboxes, sequence, first, N,
+    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, B: tl.constexpr,
+    BN: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """out[b, n] = sum over k of W[n, k] x[b, k]: grid (N / BN). A program holds BN whole rows in registers.
 
     Pointers to planes and to `xq` are int32. G: groups of 64 columns, K / 64 rounded up to a power of two.
+    RANKS > 1: a partial sum, sent to the other ranks at once as columns `first` + n of rows WIDTH wide.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     here = n < N
@@ -186,6 +190,9 @@ def multiply_rows(
                 part += low_min * z_low[None] + top_min * z_top[None]
             total = tl.sum(part, 1)
         tl.store(out + b * out_stride + n, total, mask=here)
+        if RANKS > 1:
+            number = tl.load(sequence + b) + 1
+            send_words(total, number, inboxes, b, first + n, here, WIDTH, RANKS, RANK, ROWS)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import triton
 from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
+from .exchange import MOST_ROWS, Exchange
+from .exchange_triton import sum_rows
 from .quant_ops import QuantizedRows
 from .step_triton import (
     attend_merge,
@@ -20,72 +22,44 @@ from .step_triton import (
     rotate_and_store,
 )
 
-MOST_ROWS = 16  # of a decode step
-FLAG_WORDS = 32
+NORM_WARPS = 8
+GROUPS_OF_SUM = 16  # of 32 columns, a program of `sum_rows`
 BEST_BLOCK = 2048  # logits a program of `best_of_block`
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What the one-shot sums need; one a rank and stream. `inboxes`: int64 [ranks], addresses as this rank sees them.
-
-    An inbox: words [2, ranks, MOST_ROWS, width] of a value and a number, triples [2, ranks, MOST_ROWS, 4], their flags.
-    """
-
-    ranks: int
-    rank: int
-    width: int
-    inboxes: Tensor
-    sums_sequence: Tensor  # int32 [MOST_ROWS]
-    choice_sequence: Tensor
-    failed: Tensor  # int32 [1]: a peer did not come in time
-    keep: object = None  # what the inboxes' memory belongs to
-
-    @property
-    def triples_at(self) -> int:
-        """In 4-byte words, as all places here."""
-        return 2 * 2 * self.ranks * MOST_ROWS * self.width
-
-    @property
-    def triples_flags_at(self) -> int:
-        return self.triples_at + 2 * self.ranks * MOST_ROWS * 4
-
-    @staticmethod
-    def inbox_words(ranks: int, width: int) -> int:
-        """4-byte words of an inbox."""
-        rows = ranks * MOST_ROWS
-        return 2 * 2 * rows * width + 2 * rows * 4 + rows * FLAG_WORDS
-
-    @classmethod
-    def alone(cls, device: torch.device, width: int) -> "Exchange":
-        """For one rank: nothing is exchanged."""
-        return cls.over(torch.zeros(1, dtype=torch.int64, device=device), 1, 0, width)
-
-    @classmethod
-    def over(cls, inboxes: Tensor, ranks: int, rank: int, width: int, keep: object = None) -> "Exchange":
-        def zeros(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=inboxes.device)
-
-        return cls(ranks, rank, width, inboxes, zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(1), keep)
 
 
 def finish_half(
     partial: Tensor | None, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
-    out: Tensor | QuantizedRows, exchange: Exchange | None = None,
+    out: Tensor | QuantizedRows, exchange: Exchange | None = None, sent: bool = False, ahead: Tensor | None = None,
 ) -> None:
-    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum."""
+    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum.
+
+    `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`). `ahead`: a `fetch_list`.
+    """
     rows, width = hidden.shape
     quantised = out if isinstance(out, QuantizedRows) else None
     normed = hidden if isinstance(out, QuantizedRows) else out
     ranks = exchange.ranks if exchange else 1
-    finish_half_block[(rows,)](
+    counted = False
+    if exchange and exchange.on_host and partial is not None:
+        _sum_rows(partial, width, exchange, sent)
+        ranks, counted = 1, True
+    finish_half_block[(rows + (0 if ahead is None else ahead.numel()),)](
         hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
         weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
-        exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
-        HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
-        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, FACTS=rows > 1,
-        num_warps=8 if width >= 2048 else 4,
+        exchange.failed if exchange else hidden, hidden if ahead is None else ahead, rows, epsilon, D=width,
+        M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
+        QUANT=quantised is not None, RANKS=ranks, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
+        FACTS=rows > 1, SENT=sent, COUNT=counted, AHEAD=ahead is not None,
+        num_warps=NORM_WARPS if width >= 2048 else 4,
+    )  # fmt: skip
+
+
+def _sum_rows(partial: Tensor, width: int, exchange: Exchange, sent: bool) -> None:
+    """In place, over ranks whose inboxes are far."""
+    sum_rows[partial.shape[0], triton.cdiv(width // 32, GROUPS_OF_SUM)](
+        partial, partial.stride(0), exchange.inboxes, exchange.sums_sequence, exchange.failed, D=width,
+        M=GROUPS_OF_SUM, SENT=sent, RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS, num_warps=4,
     )  # fmt: skip
 
 

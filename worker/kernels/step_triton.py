@@ -1,117 +1,52 @@
-"""Triton kernels between the matrix products: sums over ranks, norms, rotation, attention, gates, the greedy choice.
-
-The exchange between ranks is one shot: each rank writes its rows into every other rank's inbox (over peer access, or in
-pinned host memory), waits (bounded) for theirs, and adds in rank order. A row travels as 8-byte words, value and number
-of the exchange side by side: such a word arrives whole, so there is no flag to raise behind a fence, and no round trip.
-(The choice's few numbers go the older way, with a flag.) Inboxes have two halves, used in turn: a rank starts use n + 2
-of a half only after it has seen the others' words of n + 1, which they wrote after reading n. Numbers are never reset.
-"""
+"""Triton kernels between the matrix products: sums over ranks, norms, rotation, attention, gates, the greedy choice."""
 
 import triton
 import triton.language as tl
 
+from .exchange_triton import exchange_flags, fetch_ahead, send_words, sum_over_ranks
 from .quant_triton import store_quantized
-
-FLAG_WORDS = tl.constexpr(32)  # a flag has 128 bytes of its own
-SPIN_LIMIT = tl.constexpr(1 << 26)  # one to two minutes
-
-
-@triton.jit
-def _fence():
-    return tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _raise_flag(flag, number):
-    return tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [flag, number], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _read_flag(flag):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _exchange_flags(
-    inboxes, flags_at, number, row, failed, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """After a rank's rows are written to all: tell the others, and wait for theirs."""
-    _fence()
-    tl.debug_barrier()
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            words = tl.load(inboxes + peer).to(tl.pointer_type(tl.int32))
-            _raise_flag(words + flags_at + (RANK * ROWS + row) * FLAG_WORDS, number)
-    own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int32))
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            flag = own + flags_at + (peer * ROWS + row) * FLAG_WORDS
-            seen = _read_flag(flag)
-            spins = 0
-            while (seen - number < 0) & (spins < SPIN_LIMIT):
-                seen = _read_flag(flag)
-                spins += 1
-            if seen - number < 0:
-                tl.store(failed, 1)
-    tl.debug_barrier()
 
 
 @triton.jit
 def finish_half_block(
     partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves, inboxes,
-    sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr, POST: tl.constexpr,
-    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, FACTS: tl.constexpr,
+    sequence, failed, ahead, rows, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    POST: tl.constexpr, QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    FACTS: tl.constexpr, SENT: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows)."""
+    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
+
+    SENT: the products have written this rank's words already. COUNT: the sum is made already, but not counted.
+    AHEAD: further programs ask for what comes next, one an entry of `ahead`.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if AHEAD:  # noqa: SIM102 (Triton compiles the branch only where it is wanted)
+        if row >= rows:
+            fetch_ahead(ahead, row - rows)
+            return
     group = tl.arange(0, M)
     in_range = group < D // 32
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     ok = in_range[:, None] & (at >= 0)
     h = tl.load(hidden + row * D + at, mask=ok, other=0.0)
+    scale = tl.load(weight + at, mask=ok, other=0.0)
     if HAS_PARTIAL:
-        own_part = tl.load(partial + row * partial_stride + at, mask=ok, other=0.0).to(tl.float32)
-        total = own_part
+        total = tl.load(partial + row * partial_stride + at, mask=ok, other=0.0).to(tl.float32)
         if RANKS > 1:
             number = tl.load(sequence + row) + 1
-            half = (number & 1) * (RANKS * ROWS)
-            mine = (own_part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-            for peer in tl.static_range(RANKS):
-                if peer != RANK:
-                    inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
-                    tl.store(inbox + (half + RANK * ROWS + row) * D + at, mine, mask=ok)
-            inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
-            total = tl.zeros_like(own_part)
-            for rank in tl.static_range(RANKS):
-                if rank == RANK:
-                    total += own_part
-                else:
-                    words = inbox + (half + rank * ROWS + row) * D + at
-                    theirs = tl.load(words, mask=ok, other=0, volatile=True)
-                    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-                    spins = 0
-                    while (missing > 0) & (spins < SPIN_LIMIT):
-                        theirs = tl.load(words, mask=ok, other=0, volatile=True)
-                        missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-                        spins += 1
-                    if missing > 0:
-                        tl.store(failed, 1)
-                    total += (theirs & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+            if not SENT:
+                send_words(total, number, inboxes, row, at, ok, D, RANKS, RANK, ROWS)
+            total = sum_over_ranks(total, number, inboxes, row, at, ok, failed, D, RANKS, RANK, ROWS)
             tl.store(sequence + row, number)
+        if COUNT:
+            tl.store(sequence + row, tl.load(sequence + row) + 1)
         if POST:
             spread = tl.sum(tl.sum(total * total, 1), 0) / D
             total = total * (1.0 / tl.sqrt(spread + epsilon)) * tl.load(post_weight + at, mask=ok, other=0.0)
         h += total
         tl.store(hidden + row * D + at, h, mask=ok)
     spread = tl.sum(tl.sum(h * h, 1), 0) / D
-    y = h * (1.0 / tl.sqrt(spread + epsilon)) * tl.load(weight + at, mask=ok, other=0.0)
+    y = h * (1.0 / tl.sqrt(spread + epsilon)) * scale
     if QUANT:
         store_quantized(
             y, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16), xsum32 + row * (D // 32),
@@ -376,7 +311,7 @@ def choose_token(
                 tl.store(to, top)
                 tl.store(to + 1, place)
                 tl.store(to + 2, total)
-        _exchange_flags(inboxes, flags_at, number, row, failed, RANKS, RANK, ROWS)
+        exchange_flags(inboxes, flags_at, number, row, failed, RANKS, RANK, ROWS)
         own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.float32)) + data_at
         all_top = tl.full([], float("-inf"), tl.float32)
         all_place = tl.full([], 1e9, tl.float32)

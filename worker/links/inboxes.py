@@ -23,7 +23,7 @@ class Inboxes:
     """`addresses`: int64 [ranks] on the device, of each rank's inbox as this rank's kernels see it."""
 
     addresses: Tensor
-    kind: str
+    on_host: bool
     keep: Any  # what the memory belongs to
 
 
@@ -68,7 +68,7 @@ def _on_devices(words: int, rank: int, size: int, device: torch.device) -> Inbox
     views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(size)]
     _prove(views, rank, size, device)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
-    return Inboxes(addresses, "peer access", (mine, handle, views))
+    return Inboxes(addresses, False, (mine, handle, views))
 
 
 def _on_host(words: int, rank: int, size: int, device: torch.device, group: str) -> Inboxes:
@@ -92,7 +92,7 @@ def _on_host(words: int, rank: int, size: int, device: torch.device, group: str)
     views = list(whole.view(size, -1))
     _prove(views, rank, size, device)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
-    return Inboxes(addresses, "pinned host memory", (segment, whole, ctypes.c_int))
+    return Inboxes(addresses, True, (segment, whole, ctypes.c_int))
 
 
 def _prove(views: list[Tensor], rank: int, size: int, device: torch.device) -> None:

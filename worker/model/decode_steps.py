@@ -17,9 +17,11 @@ from ...proto.errors import WorkerLostError
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ..kernels import step_ops
+from ..kernels.exchange import Exchange
+from ..kernels.prefetch import fetch_list, reachable_bytes
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.quant_ops import QuantizedRows
-from ..kernels.step_ops import Exchange, SplitBuffers, StepState
+from ..kernels.step_ops import SplitBuffers, StepState
 from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .device_decoder import DeviceDecoder, _groups
@@ -108,6 +110,19 @@ class DecodeSteps:
         self._blocks = -(-context_tokens // 64) + 1
         self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
         self._buckets: dict[int, _Bucket] = {}
+        self._ahead = self._lists_ahead()
+
+    def _lists_ahead(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Of each layer, what is to be fetched while the sum after its attention is made, and after its second half."""
+        weights, device = self._decoder.weights, self._decoder.device
+        halves: list[list[QuantMatrix]] = []
+        for layer in weights.layers:
+            halves.append([_quantised(layer.own.qkv), _quantised(layer.own.attention_output)])
+            halves.append([_quantised(layer.own.gate_up), _quantised(layer.own.down)])
+        halves.append([_quantised(weights.head)])
+        most_bytes = reachable_bytes(device)
+        lists = [fetch_list(half, most_bytes, device) for half in halves[1:]]
+        return list(zip(lists[::2], lists[1::2], strict=True))
 
     def serves(self, states: Sequence[RequestState]) -> bool:
         return len(states) <= BUCKETS[-1]
@@ -199,28 +214,29 @@ class DecodeSteps:
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
-            part = layer.own
-            self._attention(bucket, number)
+            part, last = layer.own, number + 1 == len(layers)
+            sent = self._attention(bucket, number)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
-                bucket.normed, exchange,
+                bucket.normed, exchange, sent, self._ahead[number][0],
             )  # fmt: skip
             both = bucket.both[:, : 2 * part.feed_forward]
             inner = _narrow(bucket.inner, part.feed_forward)
             _quantised(part.gate_up).multiply_quantized(bucket.normed, both)
             step_ops.gate(both, spec.activation, inner)
-            _quantised(part.down).multiply_quantized(inner, bucket.partial)
-            next_norm = layers[number + 1].attention_norm if number + 1 < len(layers) else weights.output_norm
+            sent = self._multiply_and_send(part.down, inner, bucket)
             step_ops.finish_half(
-                bucket.partial, bucket.hidden, next_norm, layer.post_feed_forward_norm, epsilon, bucket.normed, exchange
-            )
+                bucket.partial, bucket.hidden, weights.output_norm if last else layers[number + 1].attention_norm,
+                layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent, self._ahead[number][1],
+            )  # fmt: skip
         _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
         if not choose:
             return
         first_id = self._placement.vocab[exchange.rank].first
         step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)
 
-    def _attention(self, bucket: _Bucket, number: int) -> None:
+    def _attention(self, bucket: _Bucket, number: int) -> bool:
+        """To `bucket.partial`; whether the other ranks are told already."""
         spec, decoder = self._spec, self._decoder
         layer, facts = decoder.weights.layers[number], spec.layers[number]
         part, width = layer.own, facts.key_width
@@ -247,7 +263,14 @@ class DecodeSteps:
             query, place, table, bucket.state.positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
             bucket.splits[key], attended,
         )  # fmt: skip
-        _quantised(part.attention_output).multiply_quantized(attended, bucket.partial)
+        return self._multiply_and_send(part.attention_output, attended, bucket)
+
+    def _multiply_and_send(self, matrix: object, x: QuantizedRows, bucket: _Bucket) -> bool:
+        """Into `bucket.partial`; whether the other ranks are told already."""
+        quantised = _quantised(matrix)
+        sends = self._exchange.ranks > 1 and quantised.tells_ranks
+        quantised.multiply_quantized(x, bucket.partial, self._exchange if sends else None)
+        return sends
 
 
 def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:
