@@ -1,5 +1,6 @@
 """The kernels between a step's products against plain torch, on fresh random data. Run as `quant_kernel_checks` is."""
 
+import itertools
 import os
 import sys
 
@@ -7,9 +8,11 @@ import torch
 import torch.nn.functional as functional
 
 from gearshift.proto.model import Activation, RopeKind
+from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import step_ops
 from gearshift.worker.kernels.exchange import Exchange
-from gearshift.worker.kernels.quant_ops import QuantizedRows
+from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent, multiply, quantize
+from gearshift.worker.kernels.quant_planes import from_gguf
 from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -43,39 +46,58 @@ def check_halves(rows: int, width: int, post: bool) -> dict[str, float]:
     }  # fmt: skip
 
 
-def check_exchange(ranks: int, rows: int, width: int, rounds: int = 12) -> dict[str, float]:
-    """Ranks on streams of one device: every one adds what all have sent, round after round, into the same inboxes."""
-    inboxes = [
-        torch.zeros(Exchange.inbox_words(ranks, width), dtype=torch.int32, device=DEVICE) for _ in range(ranks)
-    ]
+def check_exchange(ranks: int, rows: int, width: int, sent: bool, on_host: bool, rounds: int = 12) -> dict[str, float]:
+    """Ranks on streams of one device: every one adds what all have sent, round after round, into the same inboxes.
+
+    `sent`: by the products. `on_host`: as where inboxes are far (they are not, here).
+    """
+    words = Exchange.inbox_words(ranks, width)
+    inboxes = [torch.zeros(words, dtype=torch.int32, device=DEVICE) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
-    exchanges = [Exchange.over(addresses, ranks, rank, width) for rank in range(ranks)]
-    weight = randn(width)
-    partials = torch.stack([randn(rounds, rows, width) for _ in range(ranks)])
-    start = randn(rows, width)
+    exchanges = [Exchange.over(addresses, ranks, rank, width, on_host) for rank in range(ranks)]
+    weight, start, columns = randn(width), randn(rows, width), 512
+    raw = [torch.from_numpy(random_rows("Q8_0", width, columns, rank)).to(DEVICE) for rank in range(ranks)]
+    matrices = [from_gguf("Q8_0", each) for each in raw]
+    inputs = [[quantize(randn(rows, columns)) for _ in range(rounds)] for _ in range(ranks)]
+    partials = torch.full((ranks, rounds, rows, width), float("nan"), device=DEVICE)
+    for rank in range(ranks):
+        for number in range(rounds):
+            multiply(matrices[rank], inputs[rank][number], partials[rank, number])
+    wanted = start + partials.sum(dim=(0, 1))
     hidden = [start.clone() for _ in range(ranks)]
     outs = [QuantizedRows.empty(rows, width, DEVICE) for _ in range(ranks)]
+
+    def one_round(rank: int, number: int, exchange: Exchange, onto: torch.Tensor) -> None:
+        own = partials[rank, number]
+        if sent:
+            own.fill_(float("nan"))
+            multiply(matrices[rank], inputs[rank][number], own, sent=Sent(exchange, 0))
+        step_ops.finish_half(own, onto, weight, None, EPSILON, outs[rank], exchange, sent)
+
     # Loading a kernel may wait for those that run: each is loaded once where all that it waits for has come.
-    come = torch.full((Exchange.inbox_words(ranks, width) // 2,), 1 << 32, dtype=torch.int64, device=DEVICE)
+    come = torch.full((words // 2,), 1 << 32, dtype=torch.int64, device=DEVICE)
+    kept = partials.clone()
     for rank in range(ranks):
-        warm = Exchange.over(torch.full((ranks,), come.data_ptr(), device=DEVICE), ranks, rank, width)
-        step_ops.finish_half(partials[0, 0], start.clone(), weight, None, EPSILON, outs[rank], warm)
+        addresses_of_come = torch.full((ranks,), come.data_ptr(), device=DEVICE)
+        warm = Exchange.over(addresses_of_come, ranks, rank, width, on_host)
+        one_round(rank, 0, warm, start.clone())
         torch.cuda.synchronize()
+        come.fill_(1 << 32)
+    partials.copy_(kept)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
+    torch.cuda.synchronize()
     for number in range(rounds):
         for rank in range(ranks):
             with torch.cuda.stream(streams[rank]):
-                step_ops.finish_half(
-                    partials[rank, number], hidden[rank], weight, None, EPSILON, outs[rank], exchanges[rank]
-                )
+                one_round(rank, number, exchanges[rank], hidden[rank])
     torch.cuda.synchronize()
-    wanted = start + partials.sum(dim=(0, 1))
     same = all(torch.equal(hidden[0], other) for other in hidden[1:])
     failed = sum(int(exchange.failed.item()) for exchange in exchanges)
+    name = f"exchange{' by products' * sent}{' by many programs' * on_host}"
     return {
-        "exchange": max(error(rows_, wanted) for rows_ in hidden),
-        "exchange: ranks alike, all came": 0.0 if same and not failed else 1.0,
-    }  # fmt: skip
+        name: max(error(rows_, wanted) for rows_ in hidden),
+        f"{name}: ranks alike, all came": 0.0 if same and not failed else 1.0,
+    }
 
 
 def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bool) -> dict[str, float]:
@@ -217,7 +239,9 @@ def main() -> int:
         ]
         checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
         checks += [check_joined_attention(256, 768), check_joined_attention(300, 1000)]
-        checks += [check_exchange(2, 1, 4096), check_exchange(2, 16, 4096), check_exchange(4, 3, 5120)]
+        for sent, on_host in itertools.product((False, True), repeat=2):
+            for ranks, rows, width in ((2, 1, 4096), (2, 16, 4096), (4, 3, 5120)):
+                checks.append(check_exchange(ranks, rows, width, sent, on_host))
     for check in checks:
         for name, value in check.items():
             found[name] = max(found.get(name, 0.0), value if value == value else float("inf"))
