@@ -42,9 +42,9 @@ def sources():
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
     yield source(step_triton.finish_half_block, dict(partial_stride="i32", normed="*bf16", xq="*i8", inboxes="*i64",
-        sequence="*i32", failed="*i32", ahead="*i64", rows="i32", epsilon="fp32"),
+        sequence="*i32", failed="*i32", epsilon="fp32"),
         dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, FACTS=True, SENT=False,
-             COUNT=False, AHEAD=True))
+             COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
         dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
@@ -57,7 +57,8 @@ def sources():
         epsilon="fp32", positions="*i32", table="*i64", table_stride="i32", query="*bf16", query_stride="i32",
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
         dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
-    yield source(step_triton.attend_merge, dict(xq="*i8"), dict(Q=16, W=128, SPLITS=32, FACTS=True))
+    yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8"),
+        dict(Q=16, W=128, SPLITS=32, WINDOW=0, FACTS=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))

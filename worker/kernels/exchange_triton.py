@@ -12,7 +12,6 @@ import triton.language as tl
 
 FLAG_WORDS = tl.constexpr(32)  # a flag has 128 bytes of its own
 SPIN_LIMIT = tl.constexpr(1 << 26)  # one to two minutes
-LINES = tl.constexpr(512)  # of 128 bytes, that a program of `fetch_ahead` asks for
 
 
 @triton.jit
@@ -122,13 +121,3 @@ def sum_rows(
         send_words(own, number, inboxes, row, at, ok, D, RANKS, RANK, ROWS)
     total = sum_over_ranks(own, number, inboxes, row, at, ok, failed, D, RANKS, RANK, ROWS)
     tl.store(partial + row * stride + at, total, mask=ok)
-
-
-@triton.jit
-def fetch_ahead(places, number):
-    """Ask the L2 cache for the lines from address places[number] on; nothing waits for them."""
-    start = tl.load(places + number)
-    lines = start + tl.arange(0, LINES).to(tl.int64) * 128
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -22,18 +22,19 @@ from .step_triton import (
     rotate_and_store,
 )
 
-NORM_WARPS = 8
-GROUPS_OF_SUM = 16  # of 32 columns, a program of `sum_rows`
+MERGE_WARPS = 0
+SUM_WARPS = 4
+GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
 BEST_BLOCK = 2048  # logits a program of `best_of_block`
 
 
 def finish_half(
     partial: Tensor | None, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
-    out: Tensor | QuantizedRows, exchange: Exchange | None = None, sent: bool = False, ahead: Tensor | None = None,
+    out: Tensor | QuantizedRows, exchange: Exchange | None = None, sent: bool = False,
 ) -> None:
     """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum.
 
-    `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`). `ahead`: a `fetch_list`.
+    `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`).
     """
     rows, width = hidden.shape
     quantised = out if isinstance(out, QuantizedRows) else None
@@ -43,23 +44,26 @@ def finish_half(
     if exchange and exchange.on_host and partial is not None:
         _sum_rows(partial, width, exchange, sent)
         ranks, counted = 1, True
-    finish_half_block[(rows + (0 if ahead is None else ahead.numel()),)](
+    finish_half_block[(rows,)](
         hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
         weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
-        exchange.failed if exchange else hidden, hidden if ahead is None else ahead, rows, epsilon, D=width,
-        M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
+        exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
         QUANT=quantised is not None, RANKS=ranks, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
-        FACTS=rows > 1, SENT=sent, COUNT=counted, AHEAD=ahead is not None,
-        num_warps=NORM_WARPS if width >= 2048 else 4,
+        FACTS=rows > 1, SENT=sent, COUNT=counted, num_warps=_warps_for(width),
     )  # fmt: skip
+
+
+def _warps_for(values: int) -> int:
+    """A thread has four values: with more, what a lone program does one after another takes longer than its launch."""
+    return min(32, max(4, triton.next_power_of_2(values // 128)))
 
 
 def _sum_rows(partial: Tensor, width: int, exchange: Exchange, sent: bool) -> None:
     """In place, over ranks whose inboxes are far."""
     sum_rows[partial.shape[0], triton.cdiv(width // 32, GROUPS_OF_SUM)](
         partial, partial.stride(0), exchange.inboxes, exchange.sums_sequence, exchange.failed, D=width,
-        M=GROUPS_OF_SUM, SENT=sent, RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS, num_warps=4,
+        M=GROUPS_OF_SUM, SENT=sent, RANKS=exchange.ranks, RANK=exchange.rank, ROWS=MOST_ROWS, num_warps=SUM_WARPS,
     )  # fmt: skip
 
 
@@ -160,9 +164,10 @@ def attend_cached(
         STAGES=2 if width <= 128 else 1, num_warps=4,
     )  # fmt: skip
     attend_merge[rows, query_heads](
-        buffers.sums, buffers.greatest, buffers.weights, out.codes, out.scales, out.sums_16, out.sums_32, out.facts,
+        buffers.sums, buffers.greatest, buffers.weights, positions, out.codes, out.scales, out.sums_16, out.sums_32, out.facts,
         out.halves,
-        Q=query_heads, W=width, SPLITS=splits, FACTS=rows > 1, num_warps=4,
+        Q=query_heads, W=width, SPLITS=splits, WINDOW=window, FACTS=rows > 1,
+        num_warps=MERGE_WARPS or _warps_for(splits * width // 4),
     )  # fmt: skip
 
 

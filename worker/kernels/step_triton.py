@@ -3,27 +3,22 @@
 import triton
 import triton.language as tl
 
-from .exchange_triton import exchange_flags, fetch_ahead, send_words, sum_over_ranks
+from .exchange_triton import exchange_flags, send_words, sum_over_ranks
 from .quant_triton import store_quantized
 
 
 @triton.jit
 def finish_half_block(
     partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves, inboxes,
-    sequence, failed, ahead, rows, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr,
     POST: tl.constexpr, QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    FACTS: tl.constexpr, SENT: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
+    FACTS: tl.constexpr, SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
 
     SENT: the products have written this rank's words already. COUNT: the sum is made already, but not counted.
-    AHEAD: further programs ask for what comes next, one an entry of `ahead`.
     """
     row = tl.program_id(0).to(tl.int64)
-    if AHEAD:  # noqa: SIM102 (Triton compiles the branch only where it is wanted)
-        if row >= rows:
-            fetch_ahead(ahead, row - rows)
-            return
     group = tl.arange(0, M)
     in_range = group < D // 32
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -134,6 +129,14 @@ def rotate_and_store(
 
 
 @triton.jit
+def _share_of_blocks(length, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first block of 64 that is seen, end of all blocks, blocks a split)."""
+    first_block = (tl.maximum(length - WINDOW, 0) if WINDOW else 0) // 64
+    all_blocks = (length + 63) // 64
+    return first_block, all_blocks, (all_blocks - first_block + SPLITS - 1) // SPLITS
+
+
+@triton.jit
 def attend_split(
     query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
@@ -148,9 +151,7 @@ def attend_split(
     split = tl.program_id(1)
     length = tl.load(positions + row) + 1
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    first_block = first // 64
-    all_blocks = (length + 63) // 64
-    each = (all_blocks - first_block + SPLITS - 1) // SPLITS
+    first_block, all_blocks, each = _share_of_blocks(length, SPLITS, WINDOW)
     begin = first_block + split * each
     end = tl.minimum(begin + each, all_blocks)
     g = tl.arange(0, PAD)
@@ -158,8 +159,7 @@ def attend_split(
     t = tl.arange(0, 64)
     q_row = row * (H * GROUP) + head * GROUP + g
     to = q_row * SPLITS + split
-    if begin >= end:  # nothing here: the greatest score says so, and nobody reads the rest
-        tl.store(greatest + to, float("-inf"), mask=g < GROUP)
+    if begin >= end:  # nothing here, and nobody looks
         return
     q = tl.load(query + q_row[:, None] * W + w[None, :], mask=(g < GROUP)[:, None], other=0.0)
     top = tl.full([PAD], float("-inf"), tl.float32)
@@ -186,8 +186,8 @@ def attend_split(
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, xq, xs, xsum16, xsum32, facts, halves, Q: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, FACTS: tl.constexpr,
+    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, facts, halves, Q: tl.constexpr, W: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, FACTS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head joined, as int8. Grid (rows, Q)."""
     row = tl.program_id(0).to(tl.int64)
@@ -196,13 +196,15 @@ def attend_merge(
     group = tl.arange(0, W // 32)
     column = tl.arange(0, 32)
     at = (row * Q + head) * SPLITS + s
-    top = tl.load(greatest + at)
-    best = tl.max(top, 0)
-    share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
-    there = top > float("-inf")
-    weight = tl.sum(share * tl.load(weights + at, mask=there, other=0.0), 0)
+    first_block, all_blocks, each = _share_of_blocks(tl.load(positions + row) + 1, SPLITS, WINDOW)
+    there = first_block + s * each < all_blocks  # all loads go out together: none waits for another's result
+    top = tl.load(greatest + at, mask=there, other=float("-inf"))
+    counts = tl.load(weights + at, mask=there, other=0.0)
     where = at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :]
     parts = tl.load(sums + where, mask=there[:, None, None], other=0.0)
+    best = tl.max(top, 0)
+    share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
+    weight = tl.sum(share * counts, 0)
     joined = tl.sum(parts * share[:, None, None], 0)
     joined = joined / tl.where(weight > 0, weight, 1.0)
     in_range = group >= 0

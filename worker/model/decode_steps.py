@@ -18,7 +18,6 @@ from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ..kernels import step_ops
 from ..kernels.exchange import Exchange
-from ..kernels.prefetch import fetch_list, reachable_bytes
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.quant_ops import QuantizedRows
 from ..kernels.step_ops import SplitBuffers, StepState
@@ -110,19 +109,6 @@ class DecodeSteps:
         self._blocks = -(-context_tokens // 64) + 1
         self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
         self._buckets: dict[int, _Bucket] = {}
-        self._ahead = self._lists_ahead()
-
-    def _lists_ahead(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Of each layer, what is to be fetched while the sum after its attention is made, and after its second half."""
-        weights, device = self._decoder.weights, self._decoder.device
-        halves: list[list[QuantMatrix]] = []
-        for layer in weights.layers:
-            halves.append([_quantised(layer.own.qkv), _quantised(layer.own.attention_output)])
-            halves.append([_quantised(layer.own.gate_up), _quantised(layer.own.down)])
-        halves.append([_quantised(weights.head)])
-        most_bytes = reachable_bytes(device)
-        lists = [fetch_list(half, most_bytes, device) for half in halves[1:]]
-        return list(zip(lists[::2], lists[1::2], strict=True))
 
     def serves(self, states: Sequence[RequestState]) -> bool:
         return len(states) <= BUCKETS[-1]
@@ -218,7 +204,7 @@ class DecodeSteps:
             sent = self._attention(bucket, number)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
-                bucket.normed, exchange, sent, self._ahead[number][0],
+                bucket.normed, exchange, sent,
             )  # fmt: skip
             both = bucket.both[:, : 2 * part.feed_forward]
             inner = _narrow(bucket.inner, part.feed_forward)
@@ -227,7 +213,7 @@ class DecodeSteps:
             sent = self._multiply_and_send(part.down, inner, bucket)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, weights.output_norm if last else layers[number + 1].attention_norm,
-                layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent, self._ahead[number][1],
+                layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
             )  # fmt: skip
         _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
         if not choose:
