@@ -48,9 +48,10 @@ def finish_half(
         hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
         weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
-        exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32), HAS_PARTIAL=partial is not None, POST=post_weight is not None,
-        QUANT=quantised is not None, RANKS=ranks, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
-        FACTS=rows > 1, SENT=sent, COUNT=counted, num_warps=_warps_for(width),
+        exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
+        HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
+        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, FACTS=rows > 1, SENT=sent, COUNT=counted,
+        num_warps=_warps_for(width) if rows <= MOST_ROWS else 8,
     )  # fmt: skip
 
 
@@ -164,9 +165,8 @@ def attend_cached(
         STAGES=2 if width <= 128 else 1, num_warps=4,
     )  # fmt: skip
     attend_merge[rows, query_heads](
-        buffers.sums, buffers.greatest, buffers.weights, positions, out.codes, out.scales, out.sums_16, out.sums_32, out.facts,
-        out.halves,
-        Q=query_heads, W=width, SPLITS=splits, WINDOW=window, FACTS=rows > 1,
+        buffers.sums, buffers.greatest, buffers.weights, positions, out.codes, out.scales, out.sums_16, out.sums_32,
+        out.facts, out.halves, Q=query_heads, W=width, SPLITS=splits, WINDOW=window, FACTS=rows > 1,
         num_warps=MERGE_WARPS or _warps_for(splits * width // 4),
     )  # fmt: skip
 
