@@ -1,11 +1,11 @@
 """How far the automatic choice is behind the best fixed pair of layouts, over prompts and answers of many lengths.
 
-python benchmarks/policy.py [MODEL] [--workers S] [--prompts N,..] [--answers N,..] [--no-chat]
+python benchmarks/policy.py [MODEL] [--workers S] [--prompts N,..] [--answers N,..] [--seconds N] [--no-chat]
 
 Every pair and auto take turns, each run with a fresh made-up prompt. A pair's time is the least of `--blocks` medians
 of `--rounds` runs; regret is that of the pair auto chose over that of the best pair. A pair that took `--hopeless`
-times as long as the best in the warm-up keeps that one time. Then a chat of four turns, the first one long. Tables,
-then one line of JSON.
+times as long as the best in the warm-up keeps that one time, and is left out where its tokens alone would take so long.
+Then a chat of four turns, the first one long (`--only-chat`: nothing else). Tables, then one line of JSON.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
@@ -38,7 +38,11 @@ from gearshift.launch.session_setup import open_model, open_session
 
 GOAL_REGRET = 0.02
 GOAL_PLAN_MS = 1.0
-TABLE_LEGEND = "best pair (auto's choice where another), regret; lt: layer->tensor; ~: the runs' ranges overlap"
+FAIR_ANSWER = 16  # tokens, from which on an answer tells a pair's pace
+SHORT_ANSWER = 4
+TABLE_LEGEND = (
+    "best pair (auto's choice where another), regret; lt: layer->tensor; ~: the runs' ranges overlap"
+)
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,60 @@ class Cell:
         }
 
 
-def measure_cell(driver: Driver, ranks: int, prompt: int, answer: int, options: argparse.Namespace, seed: int) -> Cell:
+@dataclass
+class Paces:
+    """Seconds a token that each fixed pair has taken in the longest answer so far."""
+
+    of: dict[Combination, float] = field(default_factory=dict)
+
+    def note(self, run: TimedRun) -> None:
+        decode = run.result.decode
+        if decode.tokens_per_second > 0 and len(run.result.tokens) >= FAIR_ANSWER:
+            self.of[run.combination] = 1 / decode.tokens_per_second
+
+    def quickest_first(self, taken: Sequence[Combination]) -> list[Combination]:
+        return sorted(taken, key=lambda one: self.of.get(one, 0.0))
+
+    def seconds(self, one: Combination, answer: int) -> float:
+        """Least seconds of such an answer; 0 where nothing is known."""
+        return self.of.get(one, 0.0) * answer
+
+
+def warm_up(
+    driver: Driver, fixed: Sequence[Combination], prompt: int, answer: int, options: argparse.Namespace, paces: Paces,
+    seed: int,
+) -> list[TimedRun]:  # fmt: skip
+    """One run of each pair, but of those whose answers alone would be hopeless.
+
+    On cards kernels are launched one by one in the first run of a size and captured in the second: short answers first.
+    """
+    interleaved(driver, fixed, options.short_warm_ups, prompt, min(answer, SHORT_ANSWER), seed)
+    runs: list[TimedRun] = []
+    for one in paces.quickest_first(fixed):
+        quickest = min((run.wall_seconds for run in runs), default=0.0)
+        if runs and paces.seconds(one, answer) > options.hopeless * quickest:
+            continue
+        runs += interleaved(driver, [one], 1, prompt, answer, seed + 1000 + len(runs))
+        paces.note(runs[-1])
+    return runs
+
+
+def measure_cell(
+    driver: Driver, ranks: int, prompt: int, answer: int, options: argparse.Namespace, paces: Paces, seed: int
+) -> Cell:
     everything = combinations(ranks, driver.settings.journeys)
-    warm_up = interleaved(driver, everything[:-1], 1, prompt, answer, seed)
-    quickest = min(run.wall_seconds for run in warm_up)
-    hopeless = [run for run in warm_up if run.wall_seconds > options.hopeless * quickest]
-    taken = tuple(one for one in everything if one not in {run.combination for run in hopeless})
+    warm = warm_up(driver, everything[:-1], prompt, answer, options, paces, seed)
+    quickest = min(run.wall_seconds for run in warm)
+    hopeless = [run for run in warm if run.wall_seconds > options.hopeless * quickest]
+    serious = [run for run in warm if run not in hopeless]
+    taken = (*(one for one in everything if one in {run.combination for run in serious}), AUTO)
     rounds = options.blocks * options.rounds
-    runs = interleaved(driver, taken, rounds, prompt, answer, seed + len(warm_up))
+    if options.cell_seconds is not None:
+        each = sum(run.wall_seconds for run in serious) + quickest
+        rounds = max(1, min(rounds, int(options.cell_seconds / each)))
+    runs = interleaved(driver, taken, rounds, prompt, answer, seed + 2000)
     chosen = auto_choice([run for run in runs if run.combination == AUTO])
-    if chosen not in taken:  # then its one cold time would be held against it
+    if chosen not in taken:  # then its one cold time, or none, would be held against it
         hopeless = [run for run in hopeless if run.combination != chosen]
         runs += interleaved(driver, [chosen], rounds, prompt, answer, seed + 10_000)
     return Cell(prompt, answer, (*runs, *hopeless), options.blocks)
@@ -194,6 +242,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chat", type=numbers, default=None, help="new tokens of each turn")
     parser.add_argument("--chat-answer", type=int, default=None)
     parser.add_argument("--no-chat", action="store_true")
+    parser.add_argument("--only-chat", action="store_true")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="for all sizes' rounds together; one at least"
+    )
+    parser.add_argument("--short-warm-ups", type=int, default=None, help="left out: 2, none on CPU")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     return parser.parse_args()
 
@@ -206,27 +259,56 @@ def main() -> None:
     context = opened.spec.trained_context
     chat, chat_answer = options.chat or usual.chat_turns, options.chat_answer or usual.chat_answer
     prompts, answers = options.prompts or usual.prompts, options.answers or usual.answers
-    sizes = [(prompt, answer) for prompt in prompts for answer in answers if prompt + answer <= context]
-    wanted = max([prompt + answer for prompt, answer in sizes] + [sum(chat) + len(chat) * chat_answer])
+    sizes = [
+        (prompt, answer) for prompt in prompts for answer in sorted(answers) if prompt + answer <= context
+    ]
+    if options.only_chat:
+        sizes = []
+    options.cell_seconds = options.seconds / len(sizes) if options.seconds is not None and sizes else None
+    if options.short_warm_ups is None:
+        options.short_warm_ups = 0 if on_cpu(options.device) else 2
+    paces = Paces()
+    chat_tokens = 0 if options.no_chat else sum(chat) + len(chat) * chat_answer
+    wanted = max([prompt + answer for prompt, answer in sizes] + [chat_tokens])
     with open_session(opened, settings, layout_settings("auto", "auto"), min(context, wanted)) as session:
         driver, ranks = session.driver, session.placement.ranks
         record: dict[str, Any] = {
             "benchmark": "policy", "model": opened.spec.name, "workers": ranks, "seed": options.seed,
-            "blocks": options.blocks, "rounds": options.rounds, "warm_up": "one run of each pair, for each size",
+            "blocks": options.blocks, "rounds": options.rounds, "seconds": options.seconds,
+            "warm_up": f"{options.short_warm_ups} short runs and one of each pair, for each size",
             "link_options": {"no_peer": settings.link_options.no_peer, "throttle_link": options.throttle_link},
             **machine_facts([hello.device for hello in session.cluster.hellos]),
         }  # fmt: skip
         cells = []
         for index, (prompt, answer) in enumerate(sizes):
-            cells.append(measure_cell(driver, ranks, prompt, answer, options, options.seed + 100_000 * index).facts())
+            cell = measure_cell(driver, ranks, prompt, answer, options, paces, options.seed + 100_000 * index)
+            cells.append(cell.facts())
             print(json.dumps(cells[-1]), flush=True)
         chats = []
-        if not options.no_chat and sum(chat) + len(chat) * chat_answer <= context:
+        if 0 < chat_tokens <= context:
             chats = measure_chat(driver, ranks, chat, chat_answer, options.blocks, options.seed + 77_000_000)
     _tell(record, cells, chat_facts(chats, chat, chat_answer) if chats else None)
 
 
 def _tell(record: dict[str, Any], cells: list[dict[str, Any]], chat: dict[str, Any] | None) -> None:
+    if cells:
+        record |= _tell_cells(cells)
+    if chat is not None:
+        print(f"chat of {chat['new_tokens']} new tokens, {chat['answer']} answered each, seconds by turn:")
+        for name, seconds in chat["by_turn"].items():
+            total = chat["totals"][name]
+            turn_text = " ".join(f"{one:9.3f}" for one in seconds)
+            print(
+                f"{name:>16} {turn_text}   all {total['median']:.3f} ({total['low']:.3f} - {total['high']:.3f})"
+            )
+        print(
+            f"auto took {', '.join(chat['auto_took'])}; {chat['regret']:+.1%} against the best pair, {chat['best']}"
+        )
+    print(json.dumps(record | {"chat": chat}))
+
+
+def _tell_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the record says of them."""
     print(cells_table(cells))
     worst = max(cells, key=lambda cell: cell["regret"])
     plan_ms = [cell["plan_ms"] for cell in cells]
@@ -236,18 +318,10 @@ def _tell(record: dict[str, Any], cells: list[dict[str, Any]], chat: dict[str, A
         f"(prompt {worst['prompt']}, answer {worst['answer']}); auto itself took {statistics.median(plan_ms):.2f} ms "
         f"a request, at most {max(plan_ms):.2f} (goal {GOAL_PLAN_MS:g})"
     )
-    if chat is not None:
-        print(f"chat of {chat['new_tokens']} new tokens, {chat['answer']} answered each, seconds by turn:")
-        for name, seconds in chat["by_turn"].items():
-            total = chat["totals"][name]
-            turn_text = " ".join(f"{one:9.3f}" for one in seconds)
-            print(f"{name:>16} {turn_text}   all {total['median']:.3f} ({total['low']:.3f} - {total['high']:.3f})")
-        print(f"auto took {', '.join(chat['auto_took'])}; {chat['regret']:+.1%} against the best pair, {chat['best']}")
-    record |= {
+    return {
         "cells": cells, "worst_regret": worst["regret"], "over_goal": over,
-        "plan_ms_median": statistics.median(plan_ms), "plan_ms_most": max(plan_ms), "chat": chat,
+        "plan_ms_median": statistics.median(plan_ms), "plan_ms_most": max(plan_ms),
     }  # fmt: skip
-    print(json.dumps(record))
 
 
 if __name__ == "__main__":

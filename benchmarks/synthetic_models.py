@@ -6,6 +6,9 @@ Scales are such that every matrix keeps the size of what it multiplies, so logit
 """
 
 import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import gguf
@@ -30,8 +33,10 @@ class Shape:
 
 SHAPES = {
     "llama-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256),
+    "qwen2-32b": Shape("qwen2", 64, 5120, 40, 8, 128, 27648, 152064),
     "qwen3-32b": Shape("qwen3", 64, 5120, 64, 8, 128, 25600, 151936),
     "small": Shape("llama", 4, 1024, 16, 8, 64, 2048, 4096),
+    "small-qwen2": Shape("qwen2", 3, 1024, 8, 4, 128, 2048, 2048),
     "small-qwen3": Shape("qwen3", 3, 512, 8, 4, 128, 1024, 2048),
 }
 # Bytes in a block that hold its f16 scales, and the spread of a weight where such a scale is 1.
@@ -48,39 +53,103 @@ SCALES = {
 K_TYPES = (Quant.Q4_K, Quant.Q5_K)
 
 
-def random_matrix(generator: np.random.Generator, quant: Quant, rows: int, columns: int) -> npt.NDArray[np.uint8]:
+def random_matrix(
+    generator: np.random.Generator, quant: Quant, rows: int, columns: int
+) -> npt.NDArray[np.uint8]:
     """Quantised rows [rows, bytes], weights of spread 1 / sqrt(columns)."""
     block_columns, block_bytes = gguf.GGML_QUANT_SIZES[quant]
     count = rows * columns // block_columns
+    pool = random_blocks(generator, quant, count, columns)
+    blocks = np.tile(pool, (-(-count // len(pool)), 1))[:count]
+    return blocks.reshape(rows, columns // block_columns * block_bytes)
+
+
+def random_blocks(
+    generator: np.random.Generator, quant: Quant, count: int, columns: int
+) -> npt.NDArray[np.uint8]:
+    """Up to `count` blocks [blocks, bytes], to be repeated, of a matrix of so many columns."""
+    _, block_bytes = gguf.GGML_QUANT_SIZES[quant]
     pool = generator.integers(0, 256, (min(count, POOL_BLOCKS), block_bytes), dtype=np.uint8)
     places, spread = SCALES[quant]
     for offset, factor in places:
         scales = generator.uniform(0.7, 1.3, len(pool)) * factor / (spread * columns**0.5)
         pool[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    blocks = np.tile(pool, (-(-count // len(pool)), 1))[:count]
-    return blocks.reshape(rows, columns // block_columns * block_bytes)
+    return pool
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor to be written; a vector has no `quant`: its values lie around `centre`."""
+
+    name: str
+    rows: int
+    columns: int
+    quant: Quant | None = None
+    centre: float = 1.0
+
+    @property
+    def byte_count(self) -> int:
+        if self.quant is None:
+            return 4 * self.columns
+        block_columns, block_bytes = gguf.GGML_QUANT_SIZES[self.quant]
+        return self.rows * self.columns // block_columns * block_bytes
+
+    def content(self, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+        """Its bytes, or those that are repeated until there are enough."""
+        if self.quant is None:
+            values = self.centre + 0.02 * generator.standard_normal(self.columns)
+            return values.astype(np.float32).view(np.uint8)
+        count = self.rows * self.columns // gguf.GGML_QUANT_SIZES[self.quant][0]
+        return random_blocks(generator, self.quant, count, self.columns).reshape(-1)
 
 
 class Writer:
-    """One file being written."""
+    """One file being written: all that describes its tensors first, then these, several at a time."""
 
     def __init__(self, path: str, shape: Shape, quant: Quant, seed: int) -> None:
+        self._path, self._seed = path, seed
         self._file = gguf.GGUFWriter(path, shape.architecture)
-        self._shape, self._quant, self._generator = shape, quant, np.random.default_rng(seed)
+        self._shape, self._quant = shape, quant
 
     def write(self, name: str) -> None:
         self._facts(name)
         self._vocabulary()
-        shape = self._shape
-        self._matrix("token_embd.weight", shape.vocab, shape.hidden, self._quant)
-        self._vector("output_norm.weight", shape.hidden)
-        self._matrix("output.weight", shape.vocab, shape.hidden, Quant.Q6_K if self._mixed else self._quant)
-        for layer in range(shape.layers):
-            self._layer(layer)
+        tensors = list(self._tensors())
+        for tensor in tensors:
+            self._announce(tensor)
         self._file.write_header_to_file()
         self._file.write_kv_data_to_file()
-        self._file.write_tensors_to_file()
+        self._file.write_ti_data_to_file()
+        alignment = self._file.data_alignment
         self._file.close()
+        place = -(-os.path.getsize(self._path) // alignment) * alignment
+        with open(self._path, "r+b") as file, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            done = []
+            for number, tensor in enumerate(tensors):
+                done.append(pool.submit(self._fill, file.fileno(), place, number, tensor))
+                place += -(-tensor.byte_count // alignment) * alignment
+            file.truncate(place)
+            for one in done:
+                one.result()
+
+    def _announce(self, tensor: Tensor) -> None:
+        if tensor.quant is None:
+            kind: npt.DTypeLike = np.float32
+            shape: tuple[int, ...] = (tensor.columns,)
+        else:
+            kind, shape = np.uint8, (tensor.rows, tensor.byte_count // tensor.rows)
+        self._file.add_tensor_info(tensor.name, shape, np.dtype(kind), tensor.byte_count, tensor.quant)
+
+    def _fill(self, descriptor: int, place: int, number: int, tensor: Tensor) -> None:
+        content = memoryview(tensor.content(np.random.default_rng((self._seed, number))).data)
+        left = tensor.byte_count
+        while left:
+            written = os.pwrite(descriptor, content[:left], place)
+            if written % len(content):
+                content = memoryview(
+                    bytes(content[written:]) + bytes(content[:written])
+                )  # go on where it stopped
+            place, left = place + written, left - written
 
     @property
     def _mixed(self) -> bool:
@@ -112,30 +181,34 @@ class Writer:
         file.add_bos_token_id(1)
         file.add_eos_token_id(2)
 
-    def _layer(self, layer: int) -> None:
-        shape, at = self._shape, f"blk.{layer}."
+    def _tensors(self) -> Iterator[Tensor]:
+        shape, quant = self._shape, self._quant
+        yield Tensor("token_embd.weight", shape.vocab, shape.hidden, quant)
+        yield Tensor("output_norm.weight", 1, shape.hidden)
+        yield Tensor("output.weight", shape.vocab, shape.hidden, Quant.Q6_K if self._mixed else quant)
+        for layer in range(shape.layers):
+            yield from self._layer(layer)
+
+    def _layer(self, layer: int) -> Iterator[Tensor]:
+        shape, quant, at = self._shape, self._quant, f"blk.{layer}."
         queries, keys = shape.query_heads * shape.head_width, shape.kv_heads * shape.head_width
         # The *_K_M mixes keep half of attn_v and ffn_down in Q6_K.
-        more = Quant.Q6_K if self._mixed and layer % 2 == 0 else self._quant
-        self._vector(at + "attn_norm.weight", shape.hidden)
-        self._vector(at + "ffn_norm.weight", shape.hidden)
+        more = Quant.Q6_K if self._mixed and layer % 2 == 0 else quant
+        yield Tensor(at + "attn_norm.weight", 1, shape.hidden)
+        yield Tensor(at + "ffn_norm.weight", 1, shape.hidden)
         if shape.architecture == "qwen3":
-            self._vector(at + "attn_q_norm.weight", shape.head_width)
-            self._vector(at + "attn_k_norm.weight", shape.head_width)
-        self._matrix(at + "attn_q.weight", queries, shape.hidden, self._quant)
-        self._matrix(at + "attn_k.weight", keys, shape.hidden, self._quant)
-        self._matrix(at + "attn_v.weight", keys, shape.hidden, more)
-        self._matrix(at + "attn_output.weight", shape.hidden, queries, self._quant)
-        self._matrix(at + "ffn_gate.weight", shape.feed_forward, shape.hidden, self._quant)
-        self._matrix(at + "ffn_up.weight", shape.feed_forward, shape.hidden, self._quant)
-        self._matrix(at + "ffn_down.weight", shape.hidden, shape.feed_forward, more)
-
-    def _vector(self, name: str, size: int) -> None:
-        values = 1.0 + 0.02 * self._generator.standard_normal(size)
-        self._file.add_tensor(name, values.astype(np.float32))
-
-    def _matrix(self, name: str, rows: int, columns: int, quant: Quant) -> None:
-        self._file.add_tensor(name, random_matrix(self._generator, quant, rows, columns), raw_dtype=quant)
+            yield Tensor(at + "attn_q_norm.weight", 1, shape.head_width)
+            yield Tensor(at + "attn_k_norm.weight", 1, shape.head_width)
+        if shape.architecture == "qwen2":
+            for name, width in (("q", queries), ("k", keys), ("v", keys)):
+                yield Tensor(f"{at}attn_{name}.bias", 1, width, centre=0.0)
+        yield Tensor(at + "attn_q.weight", queries, shape.hidden, quant)
+        yield Tensor(at + "attn_k.weight", keys, shape.hidden, quant)
+        yield Tensor(at + "attn_v.weight", keys, shape.hidden, more)
+        yield Tensor(at + "attn_output.weight", shape.hidden, queries, quant)
+        yield Tensor(at + "ffn_gate.weight", shape.feed_forward, shape.hidden, quant)
+        yield Tensor(at + "ffn_up.weight", shape.feed_forward, shape.hidden, quant)
+        yield Tensor(at + "ffn_down.weight", shape.hidden, shape.feed_forward, more)
 
 
 def write_model(path: str, shape: str, quant: str, seed: int = 1) -> None:

@@ -1,10 +1,11 @@
-"""Two CPU workers, one slowed by a known factor: automatic shares beside a sweep by hand, for prompt and answer apart.
+"""Two workers, one slowed by a known factor: automatic shares beside a sweep by hand, for prompt and answer apart.
 
-python benchmarks/unequal.py [MODEL] [--percent P] [--slow-rank R] [--rounds N] [--repeats M] [--compute-type T]
+python benchmarks/unequal.py [MODEL] [--device cpu|cuda] [--percent P] [--slow-rank R] [--rounds N] [--repeats M]
 
 Every candidate is loaded in turn, round after round, and runs the prompt in the layer layout and the answer in the
 tensor layout: so one load serves a split of the layers and a share of the parts. The least time of all runs counts.
-Tables, then one line of JSON.
+Tables, then one line of JSON. A worker on the CPU is slowed by a fault for tests; on cards something else must keep the
+slow one's card busy: --percent then says only what is to be expected.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from gearshift.proto.sampling import SamplingParameters
 
 FAULT_VARIABLE = "GEARSHIFT_FAULT"
 GOAL = 1.05
+PROBED_TOKENS = {"cpu": 1, "cuda": 2048}  # least length of a chunk that the probe may use
+TIMEOUT_SECONDS = 240.0  # kernels are compiled in the first steps
 
 
 @dataclass
@@ -117,6 +120,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--percent", type=int, default=200, help="of the time its products take")
     parser.add_argument("--slow-rank", type=int, choices=(0, 1), default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -128,11 +132,18 @@ def main() -> None:
     parser.add_argument("--compute-type", type=ComputeType, default=ComputeType.BF16)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
-    os.environ[FAULT_VARIABLE] = f"slow rank={options.slow_rank} percent={options.percent}"
+    if options.device == "cpu":
+        os.environ[FAULT_VARIABLE] = f"slow rank={options.slow_rank} percent={options.percent}"
     context = options.prompt_tokens + options.answer_tokens
     spec = build_spec(resolve_model(options.model), context)
-    settings = DriverSettings(context, options.prompt_tokens, compute_type=options.compute_type)
-    with local_cluster(workers=2, device="cpu", threads_per_worker=1) as cluster:
+    longest = max(options.prompt_tokens, PROBED_TOKENS[options.device])
+    settings = DriverSettings(
+        max(context, longest), longest, compute_type=options.compute_type, device=options.device,
+        tick_timeout_seconds=TIMEOUT_SECONDS, answer_timeout_seconds=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    threads = 1 if options.device == "cpu" else None
+    with local_cluster(workers=2, device=options.device, threads_per_worker=threads) as cluster:
+        devices = [hello.device for hello in cluster.hellos]
         started = time.monotonic()
         found = probe_shares(cluster, spec, settings)
         probe_seconds = time.monotonic() - started
@@ -168,7 +179,7 @@ def main() -> None:
         "ms a token",
     )
     record = {
-        "benchmark": "unequal", **machine_facts(["cpu", "cpu"]), "model": spec.name, "percent": options.percent,
+        "benchmark": "unequal", **machine_facts(devices), "model": spec.name, "percent": options.percent,
         "slow_rank": options.slow_rank, "prompt_tokens": options.prompt_tokens,
         "answer_tokens": options.answer_tokens, "compute_type": options.compute_type, "chunk": options.chunk,
         "rounds": options.rounds, "repeats": options.repeats, "seed": options.seed,
