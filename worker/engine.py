@@ -21,7 +21,7 @@ from ..proto.placement.plan import Placement
 from ..proto.reports import LogitRows, SampledToken, Scores, Span, SpanKind
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import Embed, Steps
+from .model.steps import Embed, StepResult, Steps, StepsUnderWay
 from .requests import OpenRequests, RequestState
 from .sampling import Sampler
 from .weights.mapped_file import MappedModel
@@ -49,6 +49,16 @@ class TickOutput:
         """What was done from one time of the monotonic clock to another."""
         if self.spans is not None:
             self.spans.append(Span(kind, started, finished - started, request, count, layout))
+
+
+@dataclass(frozen=True, slots=True)
+class StepsBegun:
+    """Decode steps of a batch that the device is at."""
+
+    layout: Layout
+    states: list[RequestState]
+    issued: StepsUnderWay
+    started: float  # monotonic clock
 
 
 class Engine:
@@ -144,8 +154,28 @@ class Engine:
         everywhere = batch.layout is Layout.TENSOR or self._placement.ranks == 1
         return self._steps if everywhere and self._steps is not None and self._steps.serves(states) else None
 
+    def begin_steps(self, batch: Batch) -> StepsBegun | None:
+        """The batch's steps, issued but not waited for; None where the device does not choose: see `decode`."""
+        states = [self._requests[entry.request] for entry in batch.entries]
+        steps = self._device_steps_for(batch, states)
+        if steps is None or not _chosen_inside(batch, states) or any(state.void for state in states):
+            return None
+        started = time.monotonic()
+        issued = steps.begin(states, [entry.position for entry in batch.entries], batch.steps)
+        return None if issued is None else StepsBegun(batch.layout, states, issued, started)
+
+    def finish_steps(self, begun: StepsBegun, output: TickOutput, free_since: float) -> None:
+        """Wait for them. `free_since`: when the device had ended what it did before."""
+        self._take_tokens(begun.issued.result(), begun.states, output)
+        started, finished = max(begun.started, free_since), time.monotonic()
+        output.decode_seconds += finished - started
+        only = begun.states[0].request if len(begun.states) == 1 else None
+        output.note(SpanKind.DECODE, started, finished, only, len(begun.states), begun.layout)
+
     def _greedy_steps(self, steps: Steps, batch: Batch, states: list[RequestState], output: TickOutput) -> None:
-        result = steps.run(states, [entry.position for entry in batch.entries], batch.steps)
+        self._take_tokens(steps.run(states, [entry.position for entry in batch.entries], batch.steps), states, output)
+
+    def _take_tokens(self, result: StepResult, states: list[RequestState], output: TickOutput) -> None:
         for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
             for state, token, logprob in zip(states, ids, logprobs, strict=True):
                 state.last_token = token if math.isfinite(logprob) else 0

@@ -25,7 +25,7 @@ from ..proto.commands import (
 from ..proto.ids import Layout, Rank
 from ..proto.reports import AnyReport, MemoryReported, SpanKind, TickFinished, WeightsMigrated
 from .costs import CostMeter
-from .engine import Engine, TickOutput, finished_chunk
+from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
 from .kv import KvStore
 from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes
@@ -35,6 +35,18 @@ from .sampling import Sampler, is_plain_greedy
 from .shift import MovesUnderWay, Shifter
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
+
+
+@dataclass(frozen=True, slots=True)
+class TickUnderWay:
+    """A tick that the device works off by itself."""
+
+    tick: RunTick
+    steps: StepsBegun
+
+    def done(self) -> bool:
+        """Whether `LoadedModel.end_tick` would not wait."""
+        return self.steps.issued.done()
 
 
 @dataclass(slots=True)
@@ -56,6 +68,7 @@ class LoadedModel:
     planned_bytes: int
     device: torch.device
     costs: CostMeter
+    free_since: float = 0.0  # monotonic clock: when the last steps that ran by themselves had ended
 
     def close(self) -> None:
         """Unmap the files; another model may follow."""
@@ -106,6 +119,26 @@ class LoadedModel:
             shift.weight_bytes += report.received_bytes
         return report
 
+    def begin_tick(self, tick: RunTick) -> TickUnderWay | None:
+        """A tick of decode steps alone that the device works off by itself; None where `handle` is to run it."""
+        others = (*tick.moves, *tick.late_moves, tick.tensor_chunk, *tick.chunk_of_stage)
+        if len(tick.decode) != 1 or any(other is not None for other in others):
+            return None
+        self.moving.check(tick.decode[0].layout)
+        begun = self.engine.begin_steps(tick.decode[0])
+        if begun is None:
+            return None
+        self.faults.tick_begins(tick.sequence)
+        self._free(tick)
+        return TickUnderWay(tick, begun)
+
+    def end_tick(self, under_way: TickUnderWay) -> TickFinished:
+        """Wait for it."""
+        output = TickOutput(spans=[] if under_way.tick.spans else None)
+        self.engine.finish_steps(under_way.steps, output, self.free_since)
+        self.free_since = time.monotonic()
+        return self._report(under_way.tick, output)
+
     def _run_tick(self, tick: RunTick) -> TickFinished:
         self.faults.tick_begins(tick.sequence)
         for layout in _layouts(tick):
@@ -121,10 +154,16 @@ class LoadedModel:
         computed = time.monotonic()
         moves.finish()
         _note_moves((*tick.moves, *tick.late_moves), output, moves.started or started, posted, computed)
+        self._free(tick)
+        return self._report(tick, output)
+
+    def _free(self, tick: RunTick) -> None:
         for request in tick.frees:
             self.requests.close(request)
             if self.sampler is not None:
                 self.sampler.close(request)
+
+    def _report(self, tick: RunTick, output: TickOutput) -> TickFinished:
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
             tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),

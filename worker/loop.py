@@ -7,12 +7,14 @@ from msgspec.structs import replace
 
 from ..proto.channel import WorkerChannel
 from ..proto.commands import (
+    AnyCommand,
     LoadModel,
     OpenLinks,
     ProbeMemory,
     ReadClock,
     Redirect,
     Refuse,
+    RunTick,
     Shutdown,
     UnloadModel,
     Welcome,
@@ -23,11 +25,12 @@ from ..proto.reports import ClockRead, TickFinished
 from .faults import Fault, FaultHooks
 from .heartbeat import Progress
 from .links.open import open_links
-from .loaded_model import LoadedModel
+from .loaded_model import LoadedModel, TickUnderWay
 from .loading import load_model
 from .memory import probe, return_freed_memory
 from .weights.files_here import files_here
 
+LOOK_SECONDS = 0.001  # between two looks at a device that is at its steps
 POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
 
 
@@ -54,8 +57,12 @@ def run(
     )  # fmt: skip
     with torch.inference_mode(), opening as links:
         model: LoadedModel | None = None
+        ticks = TicksUnderWay(channel, progress)
         while True:
-            command = channel.receive(POLL_SECONDS)
+            command = ticks.receive()
+            if isinstance(command, RunTick) and model is not None and ticks.begin(model, command):
+                continue
+            ticks.finish_all()
             match command:
                 case None | Welcome():
                     continue
@@ -87,6 +94,49 @@ def run(
                         progress.sequence = report.sequence
                     if report is not None:
                         channel.send(report)
+
+
+class TicksUnderWay:
+    """Ticks that a device works off while the loop hears what comes next: one, or two for a moment.
+
+    The device finds its next steps waiting when it ends those it is at; without that it would stand still from each
+    tick's end until its report was written, sent, answered, and the next steps were issued.
+    """
+
+    def __init__(self, channel: WorkerChannel, progress: Progress) -> None:
+        self._channel, self._progress = channel, progress
+        self._model: LoadedModel | None = None
+        self._tick: TickUnderWay | None = None
+
+    def receive(self) -> AnyCommand | None:
+        """The next command; meanwhile a tick that ends is reported."""
+        while self._tick is not None:
+            if (command := self._channel.receive(LOOK_SECONDS)) is not None:
+                return command
+            if self._tick.done():
+                self.finish_all()
+        return self._channel.receive(POLL_SECONDS)
+
+    def begin(self, model: LoadedModel, tick: RunTick) -> bool:
+        """Whether the tick is the device's now; where it is, the one before is reported."""
+        begun = model.begin_tick(tick)
+        if begun is None and self._tick is not None:
+            self.finish_all()
+            begun = model.begin_tick(tick)
+        if begun is None:
+            return False
+        self.finish_all()
+        self._model, self._tick = model, begun
+        return True
+
+    def finish_all(self) -> None:
+        """Report what is under way."""
+        if self._tick is None or self._model is None:
+            return
+        report = self._model.end_tick(self._tick)
+        self._tick = None
+        self._progress.sequence = report.sequence
+        self._channel.send(report)
 
 
 def _await_links(channel: WorkerChannel) -> OpenLinks | None:

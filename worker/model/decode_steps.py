@@ -7,6 +7,7 @@ buffers; a step reads the token that the step before chose, so that several step
 splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,13 +78,17 @@ class _Bucket:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
+        def pinned(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
         self.tables = torch.zeros((ranks, size, blocks), dtype=torch.int64, device=device)
         self.members: tuple[tuple[int, int], ...] = ()
         inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
         self.inputs, self.results = inputs, results
+        self.host_results = [(pinned(2, MOST_STEPS, size), pinned(1)) for _ in range(2)]
         self.state = StepState(inputs[0], inputs[1], inputs[2], results[0], results[1].view(torch.float32))
-        self.host_inputs = torch.empty((3, size), dtype=torch.int32, pin_memory=True)
+        self.host_inputs = pinned(3, size)
         self.hidden, self.partial = floats(size, spec.hidden), floats(size, spec.hidden)
         self.projected, self.both = floats(size, projected), floats(size, 2 * forward)
         head = decoder.weights.head
@@ -99,6 +104,46 @@ class _Bucket:
         self.warm = False
 
 
+class IssuedSteps:
+    """Steps on the device. `was_read`: their tokens are known here."""
+
+    def __init__(
+        self, bucket: _Bucket, exchange: Exchange, states: Sequence[RequestState], positions: Sequence[int],
+        steps: int, before: "IssuedSteps | None",
+    ) -> None:
+        """`before`: those whose tokens these begin with, not read yet."""
+        self._states, self._steps, self._before = list(states), steps, before
+        self._next_positions = [position + steps for position in positions]
+        self.was_read = False
+        self._results, self._failed = host = bucket.host_results[0]
+        bucket.host_results = [bucket.host_results[1], host]
+        self._results.copy_(bucket.results, non_blocking=True)
+        self._failed.copy_(exchange.failed, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def leads_to(self, states: Sequence[RequestState], positions: Sequence[int]) -> bool:
+        """Whether steps from there on may be issued behind these, unread as they are; those before must be read."""
+        same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
+        return same and list(positions) == self._next_positions and not self._waits()
+
+    def _waits(self) -> bool:
+        if self._before is not None and self._before.was_read:
+            self._before = None
+        return self._before is not None
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def result(self) -> StepResult:
+        assert not self._waits(), "the steps before these are read first"
+        self._event.synchronize()
+        self.was_read = True
+        _check(int(self._failed[0]))
+        results = self._results[:, : self._steps, : len(self._states)]
+        return StepResult(results[0].tolist(), results[1].contiguous().view(torch.float32).tolist())
+
+
 class DecodeSteps:
     """Runs greedy steps of up to 16 requests."""
 
@@ -109,6 +154,7 @@ class DecodeSteps:
         self._blocks = -(-context_tokens // 64) + 1
         self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
         self._buckets: dict[int, _Bucket] = {}
+        self._last: IssuedSteps | None = None
 
     def serves(self, states: Sequence[RequestState]) -> bool:
         return len(states) <= BUCKETS[-1]
@@ -118,38 +164,50 @@ class DecodeSteps:
 
         Valid until the next step.
         """
+        assert self._last is None or self._last.was_read, "steps are under way that nobody has read"
+        self._last = None
         bucket = self._bucket(len(states))
         self._set_tables(bucket, states)
         self._set_inputs(bucket, tokens, positions)
         self._one_step(bucket, choose=False)
-        self._check_exchange()
+        self._exchange_held()
         scale = self._spec.logit_scale
         return bucket.logits[: len(states)] if scale == 1.0 else bucket.logits[: len(states)] * scale
 
     def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
         """`steps` tokens for every request; its last token is the first input, at its position."""
+        ids: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        while len(ids) < steps:
+            done = len(ids)
+            under_way = self.begin(states, [place + done for place in positions], min(MOST_STEPS, steps - done))
+            assert under_way is not None, "steps are under way that nobody has read"
+            result = under_way.result()
+            ids += result.ids
+            logprobs += result.logprobs
+            for state, token in zip(states, result.ids[-1], strict=True):
+                state.last_token = token
+        return StepResult(ids, logprobs)
+
+    def begin(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> "IssuedSteps | None":
+        unread = None if self._last is None or self._last.was_read else self._last
+        if steps > MOST_STEPS or (unread is not None and not unread.leads_to(states, positions)):
+            return None
         bucket = self._bucket(len(states))
         self._set_tables(bucket, states)
-        self._set_inputs(bucket, [state.last_token for state in states], positions)
-        rows: list[tuple[list[list[int]], list[list[float]]]] = []
-        done = 0
-        while done < steps:
-            count = min(MOST_STEPS, steps - done)
-            if done:
-                bucket.state.steps.zero_()
-            for _ in range(count):
-                self._one_step(bucket, choose=True)
-            results = bucket.results[:, :count, : len(states)].cpu()  # waits for the steps
-            rows.append((results[0].tolist(), results[1].contiguous().view(torch.float32).tolist()))
-            done += count
-        self._check_exchange()
-        ids = [line for part, _ in rows for line in part]
-        return StepResult(ids, [line for _, part in rows for line in part])
+        if unread is not None:
+            bucket.state.steps.zero_()  # the last tokens and positions are on the device
+        else:
+            self._set_inputs(bucket, [state.last_token for state in states], positions)
+        for _ in range(steps):
+            self._one_step(bucket, choose=True)
+        self._last = IssuedSteps(bucket, self._exchange, states, positions, steps, unread)
+        return self._last
 
-    def _check_exchange(self) -> None:
+    def _exchange_held(self) -> None:
         """Waits for the steps issued."""
-        if self._exchange.ranks > 1 and int(self._exchange.failed.item()):
-            raise WorkerLostError("a peer did not take part in a decode step within two minutes")
+        if self._exchange.ranks > 1:
+            _check(int(self._exchange.failed.item()))
 
     def _set_inputs(self, bucket: _Bucket, tokens: Sequence[int], positions: Sequence[int]) -> None:
         host, count = bucket.host_inputs, len(tokens)
@@ -257,6 +315,11 @@ class DecodeSteps:
         sends = self._exchange.ranks > 1 and quantised.tells_ranks
         quantised.multiply_quantized(x, bucket.partial, self._exchange if sends else None)
         return sends
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise WorkerLostError("a peer did not take part in a decode step within two minutes")
 
 
 def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:

@@ -20,6 +20,16 @@ class StepResult(Protocol):
     def logprobs(self) -> list[list[float]]: ...
 
 
+class StepsUnderWay(Protocol):
+    """Issued on the device."""
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+
+    def result(self) -> StepResult:
+        """Waits. Raises WorkerLostError where a peer did not take part."""
+
+
 class Steps(Protocol):
     """Decode steps under tensor parallelism; all ranks run them together."""
 
@@ -32,3 +42,12 @@ class Steps(Protocol):
 
     def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
         """`steps` greedy tokens for every request, from its last token on, chosen on the devices."""
+
+    def begin(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int
+    ) -> StepsUnderWay | None:
+        """As `run`, without waiting: the device goes on while the host reads, reports and hears what comes next.
+
+        Where steps are under way whose tokens were not read yet, only these requests' next positions can follow, since
+        the device alone knows their tokens; None where others are asked for, or more than can be begun at once.
+        """

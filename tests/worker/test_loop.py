@@ -1,0 +1,88 @@
+"""Ticks that a device works off by itself: in which order they are begun, waited for and reported."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gearshift.proto.commands import ReadClock, RunTick
+from gearshift.proto.ids import Rank
+from gearshift.proto.reports import TickFinished
+from gearshift.worker.heartbeat import Progress
+from gearshift.worker.loop import TicksUnderWay
+
+
+def tick(sequence: int) -> RunTick:
+    return RunTick(sequence=sequence, chunk_of_stage=(), tensor_chunk=None, moves=(), decode=(), frees=())
+
+
+class Device:
+    """Plays channel and model: hands out what comes, and writes down what happens."""
+
+    def __init__(self, comes: Sequence[object], follows: bool = True, able: bool = True) -> None:
+        """`comes`: commands, None for a look without one. `follows`: whether a tick may be begun behind another."""
+        self.comes, self.follows, self.able = list(comes), follows, able
+        self.story: list[str] = []
+        self.under_way: list[int] = []
+
+    def receive(self, timeout_seconds: float) -> Any:
+        return self.comes.pop(0)
+
+    def send(self, report: TickFinished) -> None:
+        self.story.append(f"report {report.sequence}")
+
+    def begin_tick(self, command: RunTick) -> Any:
+        if not self.able or (self.under_way and not self.follows):
+            return None
+        self.story.append(f"begin {command.sequence}")
+        self.under_way.append(command.sequence)
+        return Begun(self, command.sequence)
+
+    def end_tick(self, begun: "Begun") -> TickFinished:
+        self.under_way.remove(begun.sequence)
+        return TickFinished(Rank(0), begun.sequence, 0.0, 0.0, 0.0, ())
+
+
+class Begun:
+    def __init__(self, device: Device, sequence: int) -> None:
+        self.device, self.sequence, self.looks = device, sequence, 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks >= 2
+
+
+def story_of(device: Device) -> tuple[list[str], int]:
+    """All that comes is received and begun, as the worker's loop does it."""
+    progress = Progress()
+    ticks: Any = TicksUnderWay(device, progress)  # type: ignore[arg-type]
+    while device.comes:
+        command = ticks.receive()
+        if isinstance(command, RunTick) and ticks.begin(device, command):
+            continue
+        ticks.finish_all()
+        if command is not None:
+            device.story.append(f"handle {type(command).__name__}")
+    return device.story, progress.sequence
+
+
+def test_the_next_tick_is_begun_before_the_one_before_is_waited_for() -> None:
+    story, last = story_of(Device([tick(1), tick(2), tick(3), None, None, None]))
+    assert story == ["begin 1", "begin 2", "report 1", "begin 3", "report 2", "report 3"]
+    assert last == 3
+
+
+def test_a_tick_that_cannot_follow_waits_for_the_one_before() -> None:
+    story, _ = story_of(Device([tick(1), tick(2), None, None, None], follows=False))
+    assert story == ["begin 1", "report 1", "begin 2", "report 2"]
+
+
+@pytest.mark.parametrize("comes", [ReadClock()])
+def test_other_commands_find_nothing_under_way(comes: object) -> None:
+    story, _ = story_of(Device([tick(1), comes, tick(2), None, None, None]))
+    assert story == ["begin 1", "report 1", "handle ReadClock", "begin 2", "report 2"]
+
+
+def test_ticks_that_the_device_cannot_work_off_alone_are_handled() -> None:
+    story, _ = story_of(Device([tick(1), None, tick(2), None], able=False))
+    assert story == ["handle RunTick", "handle RunTick"]
