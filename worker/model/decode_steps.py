@@ -110,6 +110,10 @@ class DecodeSteps:
         self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
         self._buckets: dict[int, _Bucket] = {}
 
+    @property
+    def chooses(self) -> bool:
+        return True
+
     def serves(self, states: Sequence[RequestState]) -> bool:
         return len(states) <= BUCKETS[-1]
 
