@@ -8,126 +8,59 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gearshift.coordinator.model_files import resolve_model
 from gearshift.coordinator.model_spec import build_spec
-from gearshift.proto.ids import KvType, Layout, Rank, RequestId
+from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
-from gearshift.proto.model import ModelSpec
-from gearshift.proto.placement.bundles import held_bundles
+from gearshift.proto.placement import working
 from gearshift.proto.placement.cuts import place
-from gearshift.proto.placement.plan import Placement
+from gearshift.proto.placement.memory import Holding
+from gearshift.proto.placement.working import WorkingCase
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
+from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
 from gearshift.worker.kernels import quant_ops
-from gearshift.worker.kernels.quant_matrix import EmbeddingTable
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
-from gearshift.worker.kernels.step_ops import Exchange
-from gearshift.worker.kv import KvStore, SlotRun
-from gearshift.worker.memory import MemoryLedger
 from gearshift.worker.model import layer_steps
-from gearshift.worker.model.decoder import Decoder, Segment
-from gearshift.worker.model.device_decoder import DeviceDecoder
-from gearshift.worker.model.layer_steps import LayerSteps, can_step_in_layers
-from gearshift.worker.requests import RequestState
+from gearshift.worker.model.layer_steps import _Bucket as Bucket
+from gearshift.worker.model.layer_steps import _Room as Room
 from gearshift.worker.weights import device_load
-from gearshift.worker.weights.load import WeightLoader
-from gearshift.worker.weights.mapped_file import MappedModel
 
 CPU = torch.device("cpu")
-HALF = torch.float16  # the interpreter has no bf16 products
+HALF = torch.float16
 FORM = KvFormat(KvType.F16, KvType.F16)
-CONTEXT = 128
-SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320}
+SHAPE: dict[str, Any] = {
+    "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320,
+}  # fmt: skip
 POSITIONS = (70, 5, 0)
 
 
-class Upload:
-    """`Uploader` where there is no device."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device == CPU
-
-    def upload(self, raw: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.array(raw))
-
-
-@dataclass
-class Stage:
-    """One rank: its decoder over quantised parts, its steps and its cache."""
-
-    spec: ModelSpec
-    placement: Placement
-    rank: int
-    decoder: DeviceDecoder
-    steps: LayerSteps
-    kv: KvStore
-    states: list[RequestState]
-
-    @classmethod
-    def of(cls, path: Path, placement: Placement, rank: int) -> "Stage":
-        spec, ledger = build_spec(resolve_model(str(path)), CONTEXT), MemoryLedger()
-        files = MappedModel(spec)
-        loader = WeightLoader(spec, placement, rank, files, torch.bfloat16, CPU, ledger, lambda _: None)
-        loader._device_loader = device_load.DeviceLoader(files, CPU)
-        weights = loader.load()
-        blocks = CONTEXT // 64 + 1
-        bundles = list(held_bundles(placement, Rank(rank), Layout.LAYER))
-        slots = len(POSITIONS) * len(bundles) * blocks
-        kv = KvStore(spec, placement, Rank(rank), FORM, slots, HALF, CPU, ledger)
-        kv.arena.view(HALF).normal_()
-        table = spec.tensors["token_embd.weight"]
-        rows = torch.from_numpy(files.gather_rows(table, np.arange(spec.vocab))).contiguous()
-        embedding = EmbeddingTable(rows, spec.embedding_scale, CPU)
-        stage_of = [placement.stage_of(layer) for layer in range(len(spec.layers))]
-        decoder = DeviceDecoder(
-            spec, weights, kv, stage_of, HALF, CPU, lambda x: x, lambda x: None, FORM, embedding
-        )
-        assert can_step_in_layers(spec, decoder, placement.stages[rank])
-        exchange = Exchange.alone(CPU, spec.hidden) if placement.ranks == 1 else None
-        steps = LayerSteps(spec, placement, rank, decoder, lambda rows, root: rows, exchange, CONTEXT)
-        order = iter(torch.randperm(slots).tolist())
-        states = []
-        for number in range(len(POSITIONS)):
-            runs = {b: SlotRun.of(tuple(next(order) for _ in range(blocks)), CPU) for b in bundles}
-            states.append(RequestState(RequestId(number), Layout.LAYER, runs, greedy=True, last_token=number + 7))
-        return cls(spec, placement, rank, decoder, steps, kv, states)
-
-    def feed(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        self.steps.feed(self.states[: len(tokens)], tokens, positions)
-
-
-def stepped(stages: Sequence[Stage], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Logits [B, vocab] of one step, its rows carried from stage to stage as the ranks would make them known."""
-    count = len(tokens)
-    for stage in stages:
-        stage.feed(tokens, positions)
-    for stage in stages:
-        if stage.rank:
-            stage.steps.hidden(count).copy_(stages[stage.rank - 1].steps.hidden(count))
-        stage.steps.run_stage(count)
-    for stage in stages:
-        stage.steps.hidden(count).copy_(stages[-1].steps.hidden(count))
-        stage.steps.run_head(count, choose=False)
-    return torch.cat([stage.steps._bucket(count).logits[:count] for stage in stages], dim=1)
-
-
-def passed(
-    stages: Sequence[Stage], tokens: Sequence[int], positions: Sequence[int], kind: type[Decoder] = DeviceDecoder
-) -> torch.Tensor:
-    """The same kernel by kernel, or by plain torch."""
-    rows = stages[0].decoder.embed(tokens)
-    for stage in stages:
-        segments = [Segment(stage.states[row], row, 1, position) for row, position in enumerate(positions)]
-        rows = kind.layers(stage.decoder, rows, stage.placement.stages[stage.rank], Layout.LAYER, segments)
-    return torch.cat([stage.decoder.head(rows) for stage in stages], dim=1) / stages[0].spec.logit_scale
+def bytes_of(item: object) -> int:
+    """Of the tensors that something holds, each memory counted once."""
+    found: dict[int, int] = {}
+    rest = [item]
+    while rest:
+        match rest.pop():
+            case torch.Tensor() as tensor:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            case dict() as several:
+                rest += several.values()
+            case list() | tuple() as several:
+                rest += several
+            case Bucket() | Room() as holder:
+                rest += [value for name, value in vars(holder).items() if name != "members"]
+            case holder if is_dataclass(holder):
+                rest += [getattr(holder, one.name) for one in fields(holder)]
+            case _:
+                pass
+    return sum(found.values())
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -147,7 +80,7 @@ def check_stages(
     path = build_model(folder / f"{arch}-{len(whole)}.gguf", arch, quant="Q8_0", seed=3, **SHAPE)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     placement = place(spec, 2, whole_layers=whole)
-    stages = [Stage.of(path, placement, rank) for rank in range(2)]
+    stages = [Stage.of(path, placement, rank, CPU) for rank in range(2)]
     before = [stage.kv.arena.clone() for stage in stages]
     tokens = [[5, 300, 77], [6, 8, 319]][:steps]
 
@@ -171,6 +104,11 @@ def check_stages(
         return
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
     yield f"{name}: a request alone", error(alone, found[0][:1]), 1e-6
+    case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
+    working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * layer_steps.SPLITS
+    for stage in stages:
+        planned = working._layer_step_bytes(spec, placement, stage.rank, case)
+        yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
     others = stepped(stages, [5, 1, 2], [70, 100, 64])
     yield f"{name}: a request among others", float(not torch.equal(others[0], found[0][0])), 0.5
 
@@ -180,7 +118,7 @@ def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     path = build_model(folder / "one.gguf", quant="Q8_0", seed=4, **SHAPE)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     layer_steps.MOST_STEPS = 2
-    stage = Stage.of(path, place(spec, 1), 0)
+    stage = Stage.of(path, place(spec, 1), 0, CPU)
     before = stage.kv.arena.clone()
     result = stage.steps.run(stage.states, POSITIONS, 3)
     stage.kv.arena.copy_(before)
