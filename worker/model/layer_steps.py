@@ -21,6 +21,7 @@ from ..kernels import step_ops
 from ..kernels.matrix import AnyMatrix
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.quant_ops import QuantizedRows
+from ..kernels.quant_planes import Planes
 from ..kernels.step_ops import Exchange, SplitBuffers, StepState
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
@@ -54,6 +55,11 @@ def _matrices(part: PartWeights) -> list[AnyMatrix]:
     """Those that are multiplied: a part may lack a half block."""
     attention = [part.qkv, part.attention_output] if part.query_heads else []
     return attention + ([part.gate_up, part.down] if part.feed_forward else [])
+
+
+def _without_dense(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
+    parts = [part for layer in layers for part in decoder.weights.layers[layer].parts]
+    return all(isinstance(piece, Planes) for part in parts for m in _matrices(part) for piece in _quantised(m).pieces)
 
 
 class _Room:
@@ -146,7 +152,9 @@ class LayerSteps:
         self._buckets: dict[int, _Bucket] = {}
         self._on_device = decoder.device.type == "cuda"  # else Triton interprets, and nothing is captured
         self._pool: Any = None  # of all graphs: they run one after another
-        others = placement.ranks - 1 if side_by_side and self._on_device else 0
+        # Dense pieces go to the library, which takes a workspace of its own for every stream.
+        apart = side_by_side and self._on_device and _without_dense(decoder, self._layers)
+        others = placement.ranks - 1 if apart else 0
         self._branches = Branches(tuple(torch.cuda.Stream(decoder.device) for _ in range(others)))
 
     @property
