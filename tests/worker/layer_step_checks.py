@@ -102,7 +102,8 @@ def check_stages(
     if steps < 2:
         return
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
-    yield f"{name}: a request alone", error(alone, found[0][:1]), 1e-6
+    # Another batch size: another product, whose int8 may have scales of other widths.
+    yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
     case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
     working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * layer_steps.SPLITS
     for stage in stages:
