@@ -196,9 +196,10 @@ class LayerSteps:
 
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position."""
-        bucket, spare = self._bucket(len(states)), [-1] * (self._bucket(len(states)).size - len(states))
+        bucket = self._bucket(len(states))
         self._set_tables(bucket, states)
-        lines = [[*tokens, *(0 for _ in spare)], [*positions, *spare], [0] * bucket.size]
+        spare = bucket.size - len(states)
+        lines = [[*tokens, *[0] * spare], [*positions, *[-1] * spare], [0] * bucket.size]
         # From pageable memory: the call has read it when it returns, and the next may come at once.
         bucket.inputs.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
 
@@ -287,31 +288,27 @@ class LayerSteps:
         decoder.angles(bucket.state.positions, bucket.angles)
         step_ops.finish_half(None, bucket.hidden, weights[0].attention_norm, None, epsilon, bucket.normed)
         for index, (number, layer) in enumerate(zip(layers, weights, strict=True)):
-            shares = self._half(bucket, layer, [bool(part.query_heads) for part in layer.parts], number)
+            parts = list(zip(layer.parts, bucket.rooms, strict=True))
+            shares = self._shares(
+                bucket,
+                [partial(self._attention, bucket, r, layer, part, number) for part, r in parts if part.query_heads],
+            )
             step_ops.finish_half(
                 shares, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon, bucket.normed
             )
-            shares = self._half(bucket, layer, [bool(part.feed_forward) for part in layer.parts], None)
+            shares = self._shares(
+                bucket, [partial(self._feed_forward, bucket, r, part) for part, r in parts if part.feed_forward]
+            )
             next_norm = weights[min(index + 1, len(weights) - 1)].attention_norm
             step_ops.finish_half(
                 shares, bucket.hidden, next_norm, layer.post_feed_forward_norm, epsilon, bucket.normed
             )
 
-    def _half(
-        self, bucket: _Bucket, layer: LayerWeights, there: Sequence[bool], attention_of: int | None
-    ) -> Tensor:
-        """One half block of all parts that have one: attention of a layer, or its columns. Their sums [P, B, D]."""
-        works: list[Work] = []
-        for part, room, has in zip(layer.parts, bucket.rooms, there, strict=True):
-            if not has:
-                continue
-            share = bucket.partials[len(works)]
-            if attention_of is None:
-                works.append(partial(self._feed_forward, bucket, room, part, share))
-            else:
-                works.append(partial(self._attention, bucket, room, layer, part, attention_of, share))
-        self._branches.run(works)
-        return bucket.partials[: len(works)]
+    def _shares(self, bucket: _Bucket, halves: Sequence[Callable[[Tensor], None]]) -> Tensor:
+        """Half blocks of parts, side by side: what each adds to the sum, [parts, B, D]."""
+        shares = bucket.partials[: len(halves)]
+        self._branches.run([partial(half, share) for half, share in zip(halves, shares, strict=True)])
+        return shares
 
     def _attention(
         self, bucket: _Bucket, room: _Room, layer: LayerWeights, part: PartWeights, number: int, share: Tensor
