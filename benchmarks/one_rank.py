@@ -2,6 +2,7 @@
 
 python -m gearshift.benchmarks.one_rank MODEL.gguf --ranks 2 [--rank 0] [--depths 64,16384] [--chunks 1024,2048]
 Its parts, its kernels and its graphs are those of the group; sums over the ranks are left out, so tokens mean nothing.
+Steps are timed under tensor parallelism (a step) and in the layer layout (this rank's stage and its rows of the head).
 Prints a line of JSON a figure, then kernels by their share of a step and of a chunk.
 """
 
@@ -27,6 +28,7 @@ from gearshift.worker.model.chunk_pass import ChunkPass
 from gearshift.worker.model.decode_steps import DecodeSteps
 from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.device_decoder import DeviceDecoder
+from gearshift.worker.model.layer_steps import LayerSteps
 from gearshift.worker.requests import RequestState
 from gearshift.worker.weights.load import WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
@@ -77,6 +79,18 @@ class OneRank:
         for state in states:
             state.last_token = 1000
         return lambda: (self.steps.run(states, [depth] * batch, STEPS), None)[1]
+
+    def stage_step(self, depth: int, batch: int, side_by_side: bool) -> Callable[[], None]:
+        """Steps in the layer layout as far as they are this rank's: its stage with all parts, its rows of the head."""
+        alone = Exchange.alone(self.device, self.spec.hidden)
+        steps = LayerSteps(
+            self.spec, self.placement, self.rank, self.decoder, lambda rows, root: rows, alone, self.context_tokens,
+            side_by_side=side_by_side,
+        )  # fmt: skip
+        states = [self.request(Layout.LAYER, number) for number in range(batch)]
+        for state in states:
+            state.last_token = 1000
+        return lambda: (steps.run(states, [depth] * batch, STEPS), None)[1]
 
     def chunk(self, rows: int, cached: int, layout: Layout) -> Callable[[], None]:
         state = self.request(layout)
@@ -142,6 +156,12 @@ def main() -> None:
                 name = f"step at {depth}, batch {batch}, rank {options.rank} of {options.ranks}"
                 show(name, seconds_of(work)[0], STEPS)
                 kernels(name, work, STEPS)
+                for side_by_side in (True, False) if options.ranks > 1 else ():
+                    work = one.stage_step(depth, batch, side_by_side)
+                    how = "side by side" if side_by_side else "one after another"
+                    name = f"stage {options.rank} of {options.ranks} and head at {depth}, batch {batch}, parts {how}"
+                    show(name, seconds_of(work)[0], STEPS)
+                    kernels(name, work, STEPS)
         layouts = [Layout.LAYER, Layout.TENSOR] if options.ranks > 1 else [Layout.LAYER]
         for layout in layouts:
             for rows in map(int, filter(None, options.chunks.split(","))):

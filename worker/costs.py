@@ -22,7 +22,7 @@ from .kv import KvStore, SlotRun
 from .link_costs import host_copy_seconds, reduce_seconds, transfer_seconds
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import Steps
+from .model.steps import StageSteps, Steps
 from .requests import RequestState
 from .sampling import Sampler
 from .timing import Stopwatch
@@ -40,12 +40,13 @@ class CostMeter:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: Rank, decoder: Decoder, kv: KvStore, links: Links,
-        sampler: Sampler | None, steps: Steps | None,
+        sampler: Sampler | None, steps: Steps | None, layer_steps: StageSteps | None = None,
     ) -> None:  # fmt: skip
-        """`steps`: a device's own way to run decode steps; what they take is then timed as they really run."""
+        """`steps`, `layer_steps`: a device's own ways to run decode steps, timed then as they really run."""
         self._spec, self._placement, self._rank = spec, placement, rank
         self._decoder, self._kv, self._links = decoder, kv, links
-        self._sampler, self._steps, self._device = sampler, steps, links.device
+        self._sampler, self._steps, self._layer_steps = sampler, steps, layer_steps
+        self._device = links.device
         self._watch = Stopwatch(links.device, links.tensor)
         self._requests = 0
 
@@ -79,11 +80,11 @@ class CostMeter:
             whole=self._chunks(whole, staged, Layout.LAYER, command.chunks, alone),
             part=self._chunks(own, cut, Layout.TENSOR, command.chunks, alone),
             together=self._chunks(whole, cut, Layout.TENSOR, command.tensor_chunks, all_ranks),
-            whole_steps=self._layer_steps(whole, staged, Layout.LAYER, command.steps, alone),
+            whole_steps=self._stage_steps(whole, staged, command.steps),
             part_steps=self._own_steps(own, cut, command.steps),
             together_steps=()
             if device_runs_steps
-            else self._layer_steps(whole, cut, Layout.TENSOR, command.steps, all_ranks),
+            else self._passes(whole, cut, Layout.TENSOR, command.steps, all_ranks),
         )
 
     def _chunks(
@@ -108,7 +109,18 @@ class CostMeter:
             seconds.append(timed(lambda: decoder.layers(hidden_TD, (next(turn),), layout, segments)))  # noqa: B023
         return tuple(seconds)
 
-    def _layer_steps(
+    def _stage_steps(self, decoder: Decoder, layers: Sequence[int], points: Points) -> tuple[float, ...]:
+        """Seconds of one layer with all its parts in a decode step."""
+        steps = self._layer_steps
+        if steps is None or not layers:
+            return self._passes(decoder, layers, Layout.LAYER, points, self._watch.alone)
+        some, seconds = _sampled(layers), []
+        for cached, batch in points:
+            states = [self._made_up(Layout.LAYER, cached + 1) for _ in range(batch)]
+            seconds.append(self._watch.alone(steps.alone(states, cached, some)) / len(some))
+        return tuple(seconds)
+
+    def _passes(
         self, decoder: Decoder, layers: Sequence[int], layout: Layout, points: Points,
         timed: Callable[[Callable[[], object]], float],
     ) -> tuple[float, ...]:  # fmt: skip
@@ -125,7 +137,7 @@ class CostMeter:
 
     def _own_steps(self, own: Decoder, layers: Sequence[int], points: Points) -> tuple[float, ...]:
         if self._steps is None:
-            return self._layer_steps(own, layers, Layout.TENSOR, points, self._watch.alone)
+            return self._passes(own, layers, Layout.TENSOR, points, self._watch.alone)
         if not layers:
             return ()
         from .device_costs import own_product_seconds  # late: its kernels need a GPU's compiler
@@ -140,6 +152,8 @@ class CostMeter:
 
     def _tail(self, batch: int) -> float:
         """From a step's last rows to the chosen ids on every rank."""
+        if self._layer_steps is not None and self._layer_steps.chooses:
+            return self._device_tail(self._layer_steps, batch)
         states, rows = [self._made_up(Layout.TENSOR, 1) for _ in range(batch)], self._rows(batch)
         if self._sampler is None:
             return self._watch.together(lambda: self._choose(states, rows))
@@ -149,6 +163,14 @@ class CostMeter:
         for state in states:
             self._sampler.close(state.request)
         return seconds
+
+    def _device_tail(self, steps: StageSteps, batch: int) -> float:
+        states = [self._made_up(Layout.LAYER, 1) for _ in range(batch)]
+        steps.feed(states, [0] * batch, [-1] * batch)  # without a position nothing is noted, however often it runs
+        run = partial(steps.run_head, batch, True)
+        for _ in range(PASSES_UNTIL_CAPTURED):
+            run()
+        return self._watch.together(run)
 
     def _choose(self, states: Sequence[RequestState], hidden_BD: Tensor) -> None:
         last, widths = self._placement.ranks - 1, [len(rows) for rows in self._placement.vocab]

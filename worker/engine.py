@@ -67,13 +67,16 @@ class Engine:
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: Rank, files: MappedModel, decoder: Decoder, links: Links,
         requests: OpenRequests, sampler: Sampler | None, device: torch.device, steps: Steps | None = None,
-        embed: Embed | None = None,
+        embed: Embed | None = None, layer_steps: Steps | None = None,
     ) -> None:
-        """`steps`: a device's own way to run greedy decode steps; `embed`: its own way to look tokens up."""
+        """`steps`, `layer_steps`: a device's own ways to run decode steps under tensor parallelism and stage by stage.
+
+        `embed`: its own way to look tokens up.
+        """
         self._spec, self._placement, self._rank = spec, placement, rank
         self._files, self._decoder, self._links = files, decoder, links
         self._requests, self._sampler, self._device = requests, sampler, device
-        self._steps, self._embed_on_device = steps, embed
+        self._steps, self._layer_steps, self._embed_on_device = steps, layer_steps, embed
         self._last = placement.ranks - 1
         self._vocab_widths = [len(rows) for rows in placement.vocab]
 
@@ -138,7 +141,7 @@ class Engine:
         states = [self._requests[entry.request] for entry in batch.entries]
         only = batch.entries[0].request if len(batch.entries) == 1 else None
         device_steps = self._device_steps_for(batch, states)
-        if device_steps is not None and _chosen_inside(batch, states):
+        if device_steps is not None and device_steps.chooses and _chosen_inside(batch, states):
             self._greedy_steps(device_steps, batch, states, output)
         else:
             for step in range(batch.steps):
@@ -152,7 +155,8 @@ class Engine:
     def _device_steps_for(self, batch: Batch, states: list[RequestState]) -> Steps | None:
         """The device's own steps, where they can run this batch: the same answer on every rank."""
         everywhere = batch.layout is Layout.TENSOR or self._placement.ranks == 1
-        return self._steps if everywhere and self._steps is not None and self._steps.serves(states) else None
+        steps = self._steps if everywhere else self._layer_steps
+        return steps if steps is not None and steps.serves(states) else None
 
     def begin_steps(self, batch: Batch) -> StepsBegun | None:
         """The batch's steps, issued but not waited for; None where the device does not choose: see `decode`."""

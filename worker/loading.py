@@ -64,7 +64,7 @@ def load_model(
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
     requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
     stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
-    steps, embed = None, None
+    steps, layer_steps, embed = None, None, None
     if device.type == "cuda" and dtype is torch.bfloat16:
         from .device_model import device_parts  # late: its kernels need a GPU's compiler
 
@@ -73,7 +73,7 @@ def load_model(
             command.context_tokens, command.max_chunk_tokens,
         )  # fmt: skip
         decoder: Decoder = parts.decoder
-        steps, embed = parts.steps, parts.decoder.embed
+        steps, layer_steps, embed = parts.steps, parts.layer_steps, parts.decoder.embed
     elif faults.slowness > 1.0:
         decoder = SlowedDecoder(
             spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, faults.slowness
@@ -89,12 +89,14 @@ def load_model(
     )
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
-        engine=Engine(spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed),
+        engine=Engine(
+            spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed, layer_steps
+        ),
         shifter=Shifter(placement, rank, kv, links, requests, faults),
         moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device)), requests=requests,
         sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
-        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps),
+        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps, layer_steps),
     )
 
 

@@ -27,11 +27,14 @@ MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/at
 KEPT_MASKS = 4
 BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
 BUCKET_STEPS = 64
-ATTENTION_SPLITS = 64  # half as many where the context is short
+LAUNCHES_A_PART = 9  # of a layer in a step
+ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens
+DEEP_CONTEXT = 8192
 SMALL_CHUNK_BUCKETS = (64, 128)
 CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
 GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
+LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
 LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
 INBOX_ROWS = 16
@@ -270,6 +273,10 @@ def _standing_bytes(
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
             total += _step_bytes(spec, placement, rank, case)
+        if placement.ranks > 1:
+            total += _inbox_bytes(spec, placement)
+            if Layout.LAYER in writes and _fused(spec, case.kv_format):
+                total += _layer_step_bytes(spec, placement, rank, case)
     return total
 
 
@@ -290,7 +297,7 @@ def _expanded_bytes(spec: ModelSpec, placement: Placement, rank: int, layout: La
 
 
 def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
-    """Static buffers and graphs of decode steps, and the inbox that other ranks write their sums into."""
+    """Static buffers and graphs of decode steps under tensor parallelism."""
     parts = [cut.parts[rank] for cut in placement.layers]
     facts = spec.layers
     query = max(len(part.query) * layer.key_width for part, layer in zip(parts, facts, strict=True))
@@ -305,7 +312,39 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     quantised = (spec.hidden + query + forward) * 2  # int8 with scales and sums, these twice: 2 bytes a value
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
     row = 4 * floats + 2 * query + quantised + splits + table + 2 * BUCKET_STEPS * 4
-    sizes = [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < case.batch]
-    words = placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)
-    inbox = 4 * words if placement.ranks > 1 else 0
-    return sum(size * row for size in sizes) + len(sizes) * GRAPH_BYTES + inbox
+    sizes = _captured_batches(case)
+    return sum(sizes) * row + len(sizes) * GRAPH_BYTES
+
+
+def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
+    """The same of decode steps through the stages: buffers of all parts, which run side by side."""
+    sizes, stage = _captured_batches(case), placement.stages[rank]
+    splits = ATTENTION_SPLITS // (2 if case.context_tokens <= DEEP_CONTEXT else 1)
+    table = block_count(case.context_tokens) + 1
+    angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
+    row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * BUCKET_STEPS * 4
+    quantised, launches = spec.hidden, len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
+    for part in range(placement.ranks if len(stage) else 0):
+        facts = [(placement.layers[layer].parts[part], spec.layers[layer]) for layer in stage]
+        query = max(len(cut.query) * layer.key_width for cut, layer in facts)
+        columns = max(
+            len(cut.query) * layer.key_width + len(cut.kv) * (layer.key_width + layer.value_width)
+            for cut, layer in facts
+        )
+        forward = max(len(cut.feed_forward) for cut, _ in facts)
+        shapes = {(len(cut.query), layer.value_width) for cut, layer in facts}
+        row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
+        row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
+        quantised += query + forward
+    # Int8 with a scale a 32 columns and sums a 16 and 32; these again in lines of 16 rows, however small the batch.
+    return sum(sizes) * (row + quantised * 3 // 2) + len(sizes) * (quantised * 8 + launches * LAUNCH_BYTES)
+
+
+def _captured_batches(case: WorkingCase) -> list[int]:
+    """Batch sizes that steps are captured for."""
+    return [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < case.batch]
+
+
+def _inbox_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """What other ranks write their sums and choices into."""
+    return 4 * placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)

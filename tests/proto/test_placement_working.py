@@ -58,10 +58,23 @@ def test_a_chunk_of_few_rows_expands_nothing() -> None:
 
 
 def test_steps_that_are_captured_have_buffers_for_each_batch_size_up_to_the_largest() -> None:
-    one, eight = of(CASE).standing, of(replace(CASE, batch=8)).standing
-    assert one < eight
-    layer_alone = replace(CASE, journeys=((Layout.TENSOR, Layout.LAYER),))
-    assert of(replace(layer_alone, batch=8)).standing == of(layer_alone).standing  # nothing is captured there
+    grown = []
+    for journey in ((Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.LAYER)):
+        case = replace(CASE, journeys=(journey,))
+        grown.append(of(replace(case, batch=8)).standing - of(case).standing)
+        assert grown[-1] > 0
+        plain = replace(case, kv_format=KvFormat(KvType.Q8_0, KvType.Q8_0))
+        if journey[1] is Layout.LAYER:
+            assert of(replace(plain, batch=8)).standing == of(plain).standing  # nothing is captured there
+    assert of(replace(CASE, batch=8)).standing - of(CASE).standing == sum(grown), "in both layouts: both"
+
+
+def test_steps_through_the_stages_have_buffers_for_the_parts_of_a_stage() -> None:
+    case = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),), batch=16)
+    narrow = model_spec([layer_spec(16, 4, 512, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")
+    found = [working(spec, place(spec, 2), 0, replace(case, max_chunk_tokens=16)).standing for spec in (narrow, SPEC)]
+    # A column of the feed-forward block: gate and up in f32, 1.5 bytes of int8 for each of 31 rows, 8 for each size.
+    assert found[1] - found[0] == (2048 - 512) * (31 * (8 + 1.5) + 5 * 8)
 
 
 def test_a_sliding_window_bounds_what_attention_gathers() -> None:

@@ -60,12 +60,37 @@ class NotedSteps:
         self.calls.append((list(states), list(positions), steps))
 
 
-def meter(decoder: NotedDecoder, steps: NotedSteps | None = None) -> CostMeter:
+@dataclass
+class NotedStageSteps:
+    """What is timed of steps through the stages, and how often."""
+
+    chooses: bool = True
+    alone_of: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    fed: list[list[int]] = field(default_factory=list)
+    heads: list[tuple[int, bool]] = field(default_factory=list)
+
+    def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Any:
+        assert all(state.layout is Layout.LAYER for state in states)
+        self.alone_of.append((len(states), position, tuple(layers)))
+        return lambda: None
+
+    def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        self.fed.append(list(positions))
+
+    def run_head(self, count: int, choose: bool) -> None:
+        self.heads.append((count, choose))
+
+
+def meter(
+    decoder: NotedDecoder, steps: NotedSteps | None = None, stage_steps: NotedStageSteps | None = None
+) -> CostMeter:
     """Rank 0 of two, which meets nobody: the stand-in computes nothing that would need the other."""
     placement = place(SPEC, 2, layer_cuts=(3,))
     kv = KvStore(SPEC, placement, Rank(0), FORMAT, 3, torch.float32, CPU, MemoryLedger())
     links = cast(Links, SimpleNamespace(tensor=LoneTensorGroup(), device=CPU, size=1, rank=0, kv=None))
-    return CostMeter(SPEC, placement, Rank(0), cast(Any, decoder), kv, links, None, steps)
+    return CostMeter(
+        SPEC, placement, Rank(0), cast(Any, decoder), kv, links, None, cast(Any, steps), cast(Any, stage_steps)
+    )
 
 
 def test_a_rank_times_its_stage_its_parts_and_all_layers_together() -> None:
@@ -111,6 +136,21 @@ def test_captured_steps_are_timed_as_they_run_over_requests_of_their_own() -> No
     assert all(state.greedy and state.last_token == 0 for state in states.values())
     most = max(len(run.index) for state in states.values() for run in state.slots.values())
     assert most <= CONTEXT // BLOCK_TOKENS, "a device's tables hold no more blocks than the context has"
+
+
+@pytest.mark.parametrize("chooses", [True, False])
+def test_steps_through_the_stages_are_timed_as_the_device_runs_them(chooses: bool) -> None:
+    decoder, steps = NotedDecoder(), NotedStageSteps(chooses)
+    found = meter(decoder, stage_steps=steps).measure(MeasureCosts(steps=((32, 2), (0, 1))))
+    assert steps.alone_of == [(2, 32, (0, 1)), (1, 0, (0, 1)), (2, 32, (2,)), (1, 0, (2,))]
+    assert all(len(kind.whole_steps) == 2 for kind in found.kinds)
+    assert not [layers for layers, layout, *_ in decoder.passes if layout is Layout.LAYER]
+    assert len(found.tails) == 2
+    if chooses:
+        assert steps.fed == [[-1, -1], [-1]], "rows without a position: nothing is noted"
+        assert set(steps.heads) == {(2, True), (1, True)}
+    else:
+        assert not steps.heads, "the choice is the sampler's"
 
 
 def test_slots_that_made_up_requests_read_hold_numbers() -> None:

@@ -41,10 +41,11 @@ def sources():
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
-    yield source(step_triton.finish_half_block, dict(partial_stride="i32", normed="*bf16", xq="*i8", inboxes="*i64",
-        sequence="*i32", failed="*i32", epsilon="fp32"),
-        dict(D=5120, M=256, HAS_PARTIAL=True, POST=True, QUANT=True, RANKS=4, RANK=0, ROWS=16, FACTS=True, SENT=False,
-             COUNT=False))
+    for ranks, parts in ((4, 1), (1, 2)):
+        yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32", normed="*bf16",
+            xq="*i8", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
+            dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=True, RANKS=ranks, RANK=0, ROWS=16, FACTS=True,
+                 SENT=False, COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
         dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
     yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
@@ -117,6 +118,14 @@ def run(arguments: list[str], **variables: str) -> str:
 
 def test_products_over_planes_are_right_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.quant_kernel_checks"], TRITON_INTERPRET="1")
+
+
+def test_kernels_between_products_are_right_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.step_kernel_checks"], TRITON_INTERPRET="1")
+
+
+def test_steps_of_the_layer_layout_are_what_its_passes_are_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.layer_step_checks"], TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("card", CARDS)

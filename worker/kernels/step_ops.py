@@ -34,6 +34,7 @@ def finish_half(
 ) -> None:
     """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum.
 
+    `partial` [T, D], or [parts, T, D]: this rank's parts, added first, in their order.
     `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`).
     """
     rows, width = hidden.shape
@@ -44,12 +45,14 @@ def finish_half(
     if exchange and exchange.on_host and partial is not None:
         _sum_rows(partial, width, exchange, sent)
         ranks, counted = 1, True
+    parts = 0 if partial is None else partial.shape[0] if partial.dim() == 3 else 1
     finish_half_block[(rows,)](
-        hidden if partial is None else partial, 0 if partial is None else partial.stride(0), hidden, weight,
+        hidden if partial is None else partial, 0 if partial is None else partial.stride(-2),
+        partial.stride(0) if partial is not None and parts > 1 else 0, hidden, weight,
         weight if post_weight is None else post_weight, normed, *_quantised(quantised, hidden),
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
         exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
-        HAS_PARTIAL=partial is not None, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
+        PARTS=parts, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
         RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, FACTS=rows > 1, SENT=sent, COUNT=counted,
         num_warps=_warps_for(width) if rows <= MOST_ROWS else 8,
     )  # fmt: skip

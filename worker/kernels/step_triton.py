@@ -9,14 +9,15 @@ from .quant_triton import store_quantized
 
 @triton.jit
 def finish_half_block(
-    partial, partial_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves, inboxes,
-    sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    POST: tl.constexpr, QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    FACTS: tl.constexpr, SENT: tl.constexpr, COUNT: tl.constexpr,
+    partial, partial_stride, part_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves,
+    inboxes, sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, FACTS: tl.constexpr,
+    SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
 
-    SENT: the products have written this rank's words already. COUNT: the sum is made already, but not counted.
+    PARTS: so many partial sums of this rank, added first; 0: none. SENT: the products have written this rank's words
+    already. COUNT: the sum is made already, but not counted.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, M)
@@ -25,8 +26,11 @@ def finish_half_block(
     ok = in_range[:, None] & (at >= 0)
     h = tl.load(hidden + row * D + at, mask=ok, other=0.0)
     scale = tl.load(weight + at, mask=ok, other=0.0)
-    if HAS_PARTIAL:
+    if PARTS:
         total = tl.load(partial + row * partial_stride + at, mask=ok, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            share = partial + part * part_stride + row * partial_stride
+            total += tl.load(share + at, mask=ok, other=0.0).to(tl.float32)
         if RANKS > 1:
             number = tl.load(sequence + row) + 1
             if not SENT:

@@ -22,6 +22,7 @@ from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import QuantMatrix
 from ..kernels.quant_ops import QuantizedRows
 from ..kernels.step_ops import SplitBuffers, StepState
+from ..kv import Bundle, SlotRun
 from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .device_decoder import DeviceDecoder, _groups
@@ -82,7 +83,7 @@ class _Bucket:
             return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
         self.tables = torch.zeros((ranks, size, blocks), dtype=torch.int64, device=device)
-        self.members: tuple[tuple[int, int], ...] = ()
+        self.members: list[dict[Bundle, SlotRun]] = []
         inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
         self.inputs, self.results = inputs, results
@@ -156,6 +157,10 @@ class DecodeSteps:
         self._buckets: dict[int, _Bucket] = {}
         self._last: IssuedSteps | None = None
 
+    @property
+    def chooses(self) -> bool:
+        return True
+
     def serves(self, states: Sequence[RequestState]) -> bool:
         return len(states) <= BUCKETS[-1]
 
@@ -225,8 +230,8 @@ class DecodeSteps:
         return self._buckets[size]
 
     def _set_tables(self, bucket: _Bucket, states: Sequence[RequestState]) -> None:
-        members = tuple((int(state.request), id(state.slots)) for state in states)
-        if members == bucket.members:
+        members = [state.slots for state in states]  # a request's are others after a shift, and told apart as objects
+        if len(members) == len(bucket.members) and all(map(operator.is_, members, bucket.members)):
             return
         rank = self._exchange.rank
         for row, state in enumerate(states):

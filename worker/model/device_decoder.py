@@ -63,6 +63,11 @@ class DeviceDecoder(Decoder):
         return self._spec
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of queries and of what attention gathers."""
+        return self._dtype
+
+    @property
     def bundles(self) -> tuple[tuple[int, int], ...]:
         """All that this rank may hold in some layout."""
         return tuple(self._kv.bundle_bytes)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..requests import RequestState
 
+Work = Callable[[], None]
 Embed = Callable[[Sequence[int]], Tensor]  # token ids to f32 [T, D] on the device
 
 
@@ -31,7 +32,11 @@ class StepsUnderWay(Protocol):
 
 
 class Steps(Protocol):
-    """Decode steps under tensor parallelism; all ranks run them together."""
+    """Decode steps in one layout; all ranks run them together."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `run` can choose tokens; the same on every rank."""
 
     def serves(self, states: Sequence[RequestState]) -> bool:
         """Whether these requests can run so; the same on every rank."""
@@ -49,5 +54,19 @@ class Steps(Protocol):
         """As `run`, without waiting: the device goes on while the host reads, reports and hears what comes next.
 
         Where steps are under way whose tokens were not read yet, only these requests' next positions can follow, since
-        the device alone knows their tokens; None where others are asked for, or more than can be begun at once.
+        the device alone knows their tokens; None where others are asked for, or more than can be begun at once, or
+        where steps can only be run.
         """
+
+
+class StageSteps(Steps, Protocol):
+    """Steps through the stages, in pieces, as they are timed."""
+
+    def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Set what the next step reads; a row whose position is -1 changes nothing."""
+
+    def run_head(self, count: int, choose: bool) -> None:
+        """Behind the last layer of a step of `count` rows; together on all ranks where tokens are chosen."""
+
+    def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Work:
+        """Some layers of this rank's stage, to be run over and over."""

@@ -1,0 +1,240 @@
+"""Decode steps of the layer layout in graphs: against the passes kernel by kernel, and in whole groups."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from gearshift.benchmarks.synthetic_models import write_model
+from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.evaluation import collect_logits
+from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
+from gearshift.coordinator.group_talk import POLL_SECONDS
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model_spec import build_spec
+from gearshift.proto.ids import ComputeType, KvType, Layout, RequestId
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.reports import SampledToken
+from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.helpers.answers import answer, ids_of
+from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+
+if TYPE_CHECKING:
+    from gearshift.tests.helpers.layer_stages import Stage
+
+pytestmark = pytest.mark.cuda
+
+SMALL = [("small", "Q4_K"), ("small", "Q8_0"), ("small", "Q5_1"), ("small-qwen3", "Q5_K")]
+POSITIONS = (70, 40, 0)  # the second goes on into a block of its own
+STEPS = 40
+NEAR = 0.2  # in logprob, between two ways to round activations to int8
+L, T = Layout.LAYER, Layout.TENSOR
+
+Models = Callable[[str, str], Path]
+Tokens = list[tuple[int, float]]
+Run = Callable[[Sequence["Stage"], Sequence[int], Sequence[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(shape: str, quant: str) -> Path:
+        path = folder / f"{shape}-{quant}.gguf"
+        if not path.exists():
+            write_model(str(path), shape, quant)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[RunningGroups]:
+    with running_groups("cuda") as running:
+        yield running
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        yield
+
+
+def log_softmax(rows: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(rows.double(), dim=-1)
+
+
+def stages_of(path: Path, ranks: int, side_by_side: bool = True) -> "list[Stage]":
+    from gearshift.tests.helpers.layer_stages import CONTEXT, Stage  # needs Triton
+
+    placement = place(build_spec(resolve_model(str(path)), CONTEXT), ranks)
+    device = torch.device("cuda")
+    return [Stage.of(path, placement, rank, device, side_by_side=side_by_side) for rank in range(ranks)]
+
+
+def run_steps(
+    stages: "Sequence[Stage]", arenas: Sequence[torch.Tensor], batch: int, run: Run, tokens: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits [STEPS, batch, vocab] from these caches on, and what was fed: `tokens`, or without them greedy ones."""
+    for stage, arena in zip(stages, arenas, strict=True):
+        stage.kv.arena.copy_(arena)
+    inputs, rows = [[5, 300, 77][:batch]], []
+    for step in range(STEPS):
+        if step:
+            inputs.append(list(tokens[step]) if tokens else rows[-1].argmax(-1).tolist())
+        rows.append(run(stages, inputs[-1], [position + step for position in POSITIONS[:batch]]).clone())
+    return torch.stack(rows), inputs
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize(("shape", "quant", "ranks"), [*((*one, 2) for one in SMALL), ("small", "Q4_K", 4)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_in_graphs_stay_near_the_passes_kernel_by_kernel(
+    models: Models, shape: str, quant: str, ranks: int, batch: int
+) -> None:
+    """On one card, stage after stage. Parts side by side give the bits of parts one after another, each time."""
+    from gearshift.tests.helpers.layer_stages import passed, stepped
+
+    stages = stages_of(models(shape, quant), ranks)
+    arenas = [stage.kv.arena.clone() for stage in stages]
+    found, tokens = run_steps(stages, arenas, batch, stepped, [])
+    again, _ = run_steps(stages, arenas, batch, stepped, [])
+    assert torch.equal(again, found), "all replayed"
+    plain, _ = run_steps(stages, arenas, batch, passed, tokens)
+    wanted, chosen = log_softmax(plain), log_softmax(found)
+    divergence = (wanted.exp() * (wanted - chosen)).sum(-1).mean().item()
+    picked = wanted.gather(-1, found.argmax(-1, keepdim=True))[..., 0]
+    gap = (wanted.amax(-1) - picked).max().item()
+    print(shape, quant, batch, ranks, "KL", divergence, "gap", gap)
+    assert divergence < 5e-3
+    assert gap < NEAR
+    torch.manual_seed(1)
+    one_by_one = stages_of(models(shape, quant), ranks, side_by_side=False)
+    assert torch.equal(run_steps(one_by_one, arenas, batch, stepped, tokens)[0], found)
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize(("shape", "quant"), SMALL)
+def test_a_requests_logits_do_not_depend_on_the_rows_beside_it(models: Models, shape: str, quant: str) -> None:
+    from gearshift.tests.helpers.layer_stages import stepped
+
+    stages = stages_of(models(shape, quant), 2)
+    arenas = [stage.kv.arena.clone() for stage in stages]
+    rows = []
+    for tokens, positions in (([5, 300, 77], [70, 40, 0]), ([5, 1, 2], [70, 3, 120]), ([5, 9, 8], [70, 64, 63])):
+        for _ in range(2):  # launched one by one, captured, replayed
+            for stage, arena in zip(stages, arenas, strict=True):
+                stage.kv.arena.copy_(arena)
+            rows.append(stepped(stages, tokens, positions)[0].clone())
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_chosen_inside_are_those_of_the_logits(models: Models, batch: int) -> None:
+    stage = stages_of(models("small", "Q4_K"), 1)[0]
+    before = stage.kv.arena.clone()
+    states, positions = stage.states[:batch], list(POSITIONS[:batch])
+    result = stage.steps.run(states, positions, STEPS)
+    for _ in range(3):
+        stage.kv.arena.copy_(before)
+        assert stage.steps.run(states, positions, STEPS) == result
+    stage.kv.arena.copy_(before)
+    tokens = [state.last_token for state in states]
+    for step, (ids, logprobs) in enumerate(zip(result.ids, result.logprobs, strict=True)):
+        rows = stage.steps.logits(states, tokens, [position + step for position in positions])
+        assert rows.argmax(-1).tolist() == ids
+        assert np.allclose(log_softmax(rows).amax(-1).tolist(), logprobs, atol=1e-4)
+        tokens = ids
+
+
+def driven(driver: Driver, requests: Sequence[GenerationRequest]) -> list[list[SampledToken]]:
+    """All at once; the tokens of each."""
+    open_ids = [driver.submit(request) for request in requests]
+    tokens: dict[RequestId, list[SampledToken]] = {request: [] for request in open_ids}
+    left = set(open_ids)
+    while left:
+        for event in driver.step(POLL_SECONDS):
+            if isinstance(event, TokenEvent):
+                tokens[event.request].append(event.token)
+            elif isinstance(event, FinishedEvent):
+                assert event.result.error is None
+                left.discard(event.request)
+    return [tokens[request] for request in open_ids]
+
+
+def assert_near_the_logits(
+    driver: Driver, prompt: Sequence[int], tokens: Sequence[SampledToken], decode: Layout
+) -> None:
+    """Each token is the greatest logit or near it, over the same tokens fed one by one."""
+    ids = [*prompt, *(token.token for token in tokens)]
+    rows, _ = collect_logits(driver, ids, len(prompt), L, decode, Fixed((64,)))
+    logprobs = log_softmax(torch.from_numpy(rows))[len(prompt) - 1 : -1]
+    chosen = logprobs.gather(-1, torch.tensor([[token.token] for token in tokens]))[:, 0]
+    assert (logprobs.amax(-1) - chosen).max() < NEAR
+    assert (chosen - torch.tensor([token.logprob for token in tokens])).abs().max() < NEAR
+
+
+def prompt_of(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(300, 2000, count))
+
+
+@pytest.mark.parametrize(("shape", "quant"), SMALL)
+def test_a_group_writes_the_same_answer_each_time_and_what_plain_passes_say(
+    on_cuda: RunningGroups, models: Models, shape: str, quant: str
+) -> None:
+    prompt = prompt_of(100, 6)
+    request = GenerationRequest(prompt, STEPS, SamplingParameters(temperature=0.0), prefill=L, decode=L)
+    driver = on_cuda.load(models(shape, quant), 2, compute_type=ComputeType.BF16)
+    first = driven(driver, [request])[0]
+    for _ in range(4):
+        assert driven(driver, [request])[0] == first
+    assert_near_the_logits(driver, prompt, first, L)
+    # Keys and values in q8_0 are not for the kernels of steps: all goes kernel by kernel.
+    plain = on_cuda.load(models(shape, quant), 2, compute_type=ComputeType.BF16, kv_type=KvType.Q8_0)
+    assert_near_the_logits(plain, prompt, first, L)
+
+
+@pytest.mark.parametrize("decode", [L, T])
+def test_layouts_side_by_side_in_one_tick_write_what_each_says_alone(
+    on_cuda: RunningGroups, models: Models, decode: Layout
+) -> None:
+    """Two answers in the layer layout, one that may be in the other, and prompts read beside them."""
+    driver = on_cuda.load(models("small", "Q4_K"), 2, compute_type=ComputeType.BF16, parallel_requests=4)
+    greedy = SamplingParameters(temperature=0.0)
+    requests = [
+        GenerationRequest(prompt_of(length, length), count, greedy, prefill=L, decode=way, chunk_rule=Fixed((32,)))
+        for length, count, way in ((20, 60, L), (90, 50, L), (50, 40, decode), (150, 20, L))
+    ]
+    for request, tokens in zip(requests, driven(driver, requests), strict=True):
+        assert len(tokens) == request.max_tokens
+        assert request.decode is not None
+        assert_near_the_logits(driver, request.prompt, tokens, request.decode)
+
+
+def test_sampled_answers_repeat_with_their_seed(on_cuda: RunningGroups, models: Models) -> None:
+    driver = on_cuda.load(models("small", "Q4_K"), 2, compute_type=ComputeType.BF16)
+
+    def text(seed: int) -> tuple[int, ...]:
+        sampling = SamplingParameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        return ids_of(answer(driver, GenerationRequest(prompt_of(30, 2), STEPS, sampling, prefill=L, decode=L)))
+
+    assert len({text(11) for _ in range(4)}) == 1
+    assert text(12) != text(11)
+
+
+def test_captured_steps_stay_valid_while_weights_come_and_go(on_cuda: RunningGroups, models: Models) -> None:
+    path = models("small", "Q4_K")
+    request = GenerationRequest(prompt_of(60, 3), STEPS, SamplingParameters(temperature=0.0), prefill=L, decode=L)
+    wanted = ids_of(answer(on_cuda.load(path, 2, compute_type=ComputeType.BF16), request))
+    layers = frozenset(range(len(on_cuda.drivers[2][1].spec.layers)))
+    driver = on_cuda.load(path, 2, compute_type=ComputeType.BF16, migrating_layers=layers)
+    for _ in range(3):
+        assert ids_of(answer(driver, request)) == wanted
+        driver.bring_weights(T)
+        driver.bring_weights(L)

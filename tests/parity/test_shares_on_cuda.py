@@ -1,0 +1,146 @@
+"""Models on CUDA devices at unequal shares, and a real model's perplexity there, against the CPU reference."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gearshift.benchmarks.synthetic_models import write_model
+from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.evaluation import collect_logits, measure_perplexity
+from gearshift.coordinator.generation import GenerationRequest
+from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.tokenizer import build_tokenizer
+from gearshift.proto.ids import ComputeType, Layout
+from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.helpers.answers import GREEDY, answer, first_difference, ids_of, lead
+from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+
+pytestmark = pytest.mark.cuda
+
+SHARES = (5.0, 3.0)
+# No logprobs are asked for: tokens are chosen within the captured steps.
+IN_GRAPHS = SamplingParameters(temperature=0.0)
+LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
+TINY = ["llama-gqa-oddvocab", "llama-q4k-mix", "llama-wide-heads-ropefreqs", "llama-yarn", "qwen2-bias-tied",
+        "qwen3-qknorm"]  # fmt: skip
+WINDOW_TOKENS = 512
+PERPLEXITY_TOLERANCE = 0.005  # of the value, of which bf16's rounding is a part
+NEAR_TIE = 0.2  # logprob between the two likeliest tokens below which bf16 and int8 activations may choose
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[RunningGroups]:
+    with running_groups("cuda") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[RunningGroups]:
+    with running_groups("cpu") as running:
+        yield running
+
+
+def mean_divergence(wanted: np.ndarray, found: np.ndarray) -> float:
+    """Mean KL divergence of the distributions, in nats."""
+    p, q = _log_softmax(wanted), _log_softmax(found)
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+def _log_softmax(rows: np.ndarray) -> np.ndarray:
+    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("compute_type", [ComputeType.F32, ComputeType.BF16])
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_at_five_to_three_stay_at_the_reference(
+    on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
+    compute_type: ComputeType,
+) -> None:  # fmt: skip
+    reference = np.load(tiny_reference(name))
+    ids = [int(token) for token in reference["ids"]]
+    driver = on_cuda.load(
+        tiny_model(name), 2, compute_type=compute_type, layer_shares=SHARES, tensor_shares=SHARES
+    )
+    for prefill, decode in LAYOUTS:
+        rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
+        if compute_type is ComputeType.F32:
+            assert np.abs(rows - reference["logits"]).max() < 1e-3, (prefill, decode)
+        else:
+            assert mean_divergence(reference["logits"], rows) < 1e-2, (prefill, decode)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), SHARES])
+@pytest.mark.parametrize(("shape", "quant"), [("small", "Q4_K"), ("small-qwen2", "Q5_K")])
+def test_quantised_parts_of_any_share_give_the_cpus_logits_and_steady_answers(
+    on_cuda: RunningGroups, on_cpu: RunningGroups, tmp_path: Path, shape: str, quant: str, shares: tuple[float, float]
+) -> None:  # fmt: skip
+    path = tmp_path / "model.gguf"
+    write_model(str(path), shape, quant)
+    ids = [int(token) for token in np.random.default_rng(5).integers(300, 2000, 150)]
+    wanted, _ = collect_logits(on_cpu.load(path, 1), ids, 130)
+    driver = on_cuda.load(path, 2, compute_type=ComputeType.BF16, layer_shares=shares, tensor_shares=shares)
+    for prefill, decode in LAYOUTS:
+        rows, _ = collect_logits(driver, ids, 130, prefill, decode, Fixed((64,)))
+        assert mean_divergence(wanted, rows) < 5e-3, (prefill, decode)
+        request = GenerationRequest(tuple(ids), 40, IN_GRAPHS, prefill=prefill, decode=decode)
+        first = ids_of(answer(driver, request))
+        assert all(ids_of(answer(driver, request)) == first for _ in range(3))
+
+
+@pytest.fixture(scope="module")
+def smollm2_answers(golden_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((golden_dir / "smollm2-135m-q4_1.json").read_text())
+    return found
+
+
+REAL = [
+    (1, Layout.LAYER, (1.0,)),
+    *((2, layout, shares) for shares in ((1.0, 1.0), SHARES) for layout in Layout),
+]
+
+
+@pytest.mark.parametrize(("workers", "layout", "shares"), REAL)
+def test_a_real_models_perplexity_in_bf16_is_the_references(
+    on_cuda: RunningGroups, smollm2_path: Path, smollm2_answers: dict[str, Any], golden_dir: Path, workers: int,
+    layout: Layout, shares: tuple[float, ...],
+) -> None:  # fmt: skip
+    tokenizer = build_tokenizer(read_header(smollm2_path).metadata)
+    ids = tokenizer.encode((golden_dir / "perplexity.txt").read_text())
+    begin = tokenizer.special.bos if tokenizer.special.add_bos else None
+    driver = on_cuda.load(
+        smollm2_path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
+        max_chunk_tokens=WINDOW_TOKENS, layer_shares=shares, tensor_shares=shares,
+    )  # fmt: skip
+    found = measure_perplexity(driver, ids, WINDOW_TOKENS, begin, layout)
+    wanted = float(smollm2_answers["perplexity"]["f32"].split()[0])
+    print(f"{workers} at {shares}, {layout}: {found.value:.4f}, the reference's is {wanted}")
+    assert found.value == pytest.approx(wanted, rel=PERPLEXITY_TOLERANCE)
+
+
+@pytest.mark.parametrize(("workers", "layout", "shares"), REAL)
+def test_a_real_models_text_in_bf16_parts_from_the_reference_at_a_near_tie_alone(
+    on_cuda: RunningGroups, smollm2_path: Path, smollm2_answers: dict[str, Any], workers: int, layout: Layout,
+    shares: tuple[float, ...],
+) -> None:  # fmt: skip
+    driver = on_cuda.load(
+        smollm2_path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
+        max_chunk_tokens=WINDOW_TOKENS, layer_shares=shares, tensor_shares=shares,
+    )  # fmt: skip
+    for prompt in ("capital", "code"):
+        wanted = smollm2_answers["greedy"][prompt]["f32"]
+        ids = wanted["completion_tokens"]
+        request = GenerationRequest(
+            tuple(wanted["prompt_tokens"]), len(ids), GREEDY, prefill=Layout.LAYER, decode=layout
+        )
+        found = answer(driver, request)
+        parting = first_difference(ids_of(found), tuple(ids))
+        print(
+            f"{workers} at {shares}, {layout}, {prompt}: {len(ids) if parting is None else parting} of {len(ids)}"
+        )
+        if parting is not None:
+            assert lead(found.tokens[parting]) < NEAR_TIE, f"{prompt}: step {parting} is no near-tie"

@@ -1,0 +1,155 @@
+"""Steps of the layer layout against the passes that run kernel by kernel, stage by stage, over the same made-up caches.
+
+Run as `quant_kernel_checks` is, with TRITON_INTERPRET=1: what is launched, with which buffers, tables and sums, is the
+same on a device; graphs and branches are not there, see tests/parity/test_layer_steps_on_cuda.py.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model_spec import build_spec
+from gearshift.proto.ids import KvType, Layout
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement import working
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.memory import Holding
+from gearshift.proto.placement.working import WorkingCase
+from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.tests.helpers.interpreted_triton import mend_scalars
+from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
+from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels.quant_ops import QuantizedRows
+from gearshift.worker.kernels.quant_planes import Planes, dequantize
+from gearshift.worker.model import layer_steps
+from gearshift.worker.model.layer_steps import _Bucket as Bucket
+from gearshift.worker.model.layer_steps import _Room as Room
+from gearshift.worker.weights import device_load
+
+CPU = torch.device("cpu")
+HALF = torch.float16
+FORM = KvFormat(KvType.F16, KvType.F16)
+SHAPE: dict[str, Any] = {
+    "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320,
+}  # fmt: skip
+POSITIONS = (70, 5, 0)
+
+
+def bytes_of(item: object) -> int:
+    """Of the tensors that something holds, each memory counted once."""
+    found: dict[int, int] = {}
+    rest = [item]
+    while rest:
+        match rest.pop():
+            case torch.Tensor() as tensor:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            case dict() as several:
+                rest += several.values()
+            case list() | tuple() as several:
+                rest += several
+            case Bucket() | Room() as holder:
+                rest += [value for name, value in vars(holder).items() if name != "members"]
+            case holder if is_dataclass(holder):
+                rest += [getattr(holder, one.name) for one in fields(holder)]
+            case _:
+                pass
+    return sum(found.values())
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def plain_product(planes: Planes, x: QuantizedRows, out: torch.Tensor, *_: object, **__: object) -> None:
+    """`quant_ops.multiply`, which has its own checks and takes most of the interpreter's time."""
+    out.copy_(x.expanded(torch.float32) @ dequantize(planes).T)
+
+
+def check_stages(
+    folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, float, float]]:
+    """Two stages of two parts: steps, each written where the next reads it; (what, found, most allowed)."""
+    path = build_model(folder / f"{arch}-{len(whole)}.gguf", arch, quant="Q8_0", seed=3, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    placement = place(spec, 2, whole_layers=whole)
+    stages = [Stage.of(path, placement, rank, CPU) for rank in range(2)]
+    before = [stage.kv.arena.clone() for stage in stages]
+    tokens = [[5, 300, 77], [6, 8, 319]][:steps]
+
+    def both(run: Callable[[Sequence[Stage], Sequence[int], Sequence[int]], torch.Tensor]) -> list[torch.Tensor]:
+        for stage, arena in zip(stages, before, strict=True):
+            stage.kv.arena.copy_(arena)
+        return [run(stages, line, [p + index for p in POSITIONS]) for index, line in enumerate(tokens)]
+
+    found = both(stepped)
+    written = [stage.kv.arena.clone().view(HALF).float() for stage in stages]
+    wanted = both(passed)
+    name = f"{arch}, {len(whole)} whole"
+    yield f"{name}: logits", error(torch.stack(found), torch.stack(wanted)), 1.5e-2  # int8 of attention in f16 there
+    for stage, cache, arena in zip(stages, written, before, strict=True):
+        yield f"{name}: cache of {stage.rank}", error(cache, stage.kv.arena.view(HALF).float()), 5e-3
+        changed = (cache != arena.view(HALF).float()).any(dim=1).sum()
+        # Each bundle's block of each request and nothing else: 3 requests, 2 parts (1 where the layer is whole).
+        parts = sum(bool(part.query_heads) for part in stage.decoder.weights.layers[stage.rank].parts)
+        yield f"{name}: blocks written", float(changed != 3 * parts), 0.5
+    if steps < 2:
+        return
+    alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
+    # Another batch size: another product, whose int8 may have scales of other widths.
+    yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
+    case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
+    working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * layer_steps.SPLITS
+    for stage in stages:
+        planned = working._layer_step_bytes(spec, placement, stage.rank, case)
+        yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
+    others = stepped(stages, [5, 1, 2], [70, 100, 64])
+    yield f"{name}: a request among others", float(not torch.equal(others[0], found[0][0])), 0.5
+
+
+def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
+    """Greedy steps of one rank, chosen inside, in two runs of the results' lines: what each step's logits say."""
+    path = build_model(folder / "one.gguf", quant="Q8_0", seed=4, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    layer_steps.MOST_STEPS = 2
+    stage = Stage.of(path, place(spec, 1), 0, CPU)
+    before = stage.kv.arena.clone()
+    result = stage.steps.run(stage.states, POSITIONS, 3)
+    stage.kv.arena.copy_(before)
+    tokens, wrong, far = [state.last_token for state in stage.states], 0, 0.0
+    for step, (ids, logprobs) in enumerate(zip(result.ids, result.logprobs, strict=True)):
+        rows = torch.log_softmax(stage.steps.logits(stage.states, tokens, [p + step for p in POSITIONS]), -1)
+        wrong += sum(int(row.argmax()) != token for row, token in zip(rows, ids, strict=True))
+        far = max(far, error(torch.tensor(logprobs), rows.amax(-1)))
+        tokens = ids
+    yield "choice", float(wrong or len(result.ids) != 3), 0.5
+    yield "choice: logprobs", far, 1e-5
+
+
+def main() -> int:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "a device runs these in tests/parity/test_layer_steps_on_cuda.py"
+    mend_scalars()
+    torch.manual_seed(0)
+    device_load.Uploader = Upload  # type: ignore[assignment, misc]
+    quant_ops.multiply = plain_product  # type: ignore[assignment]
+    layer_steps.SPLITS = 2
+    bad = 0
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        folder = Path(name)
+        checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
+        checks.append(check_choice(folder))
+        for check in checks:
+            for what, value, most in check:
+                print(what, "right" if value < most else "wrong", value, flush=True)
+                bad += not value < most
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
