@@ -22,7 +22,7 @@ MATRICES = [
     (2560, 4096, "Q4_K"), (512, 4096, "Q6_K"), (4096, 2048, "Q4_K"), (14336, 4096, "Q4_K"), (4096, 7168, "Q4_K"),
     (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"), (14336, 4096, "Q5_K"), (14336, 4096, "Q8_0"),
 ]  # fmt: skip
-BATCH_TILES = [(1, 4), (1, 3), (1, 2), (2, 3), (2, 2), (2, 1)]
+BATCH_TILES = [(1, 8, 2), (1, 16, 1), (1, 8, 3), (1, 4, 4), (2, 8, 1), (2, 4, 2)]
 TILES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)]
 
 
@@ -73,8 +73,9 @@ def measure(rows: int, columns: int, type_name: str, batch: int, all_tiles: bool
     groups = triton.next_power_of_2(columns // 64)
     single = batch <= quant_ops.MOST_SINGLE
     usual = quant_ops.usual_tile(rows, groups) if single else quant_ops.usual_batch_tile(rows)
-    times = {}
-    for tile in (TILES if single else BATCH_TILES) if all_tiles else [usual]:
+    times: dict[tuple[int, ...], float] = {}
+    tiles: list[tuple[int, ...]] = [*TILES] if single else [*BATCH_TILES]
+    for tile in tiles if all_tiles else [usual]:
         if single and not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
             continue
         quant_ops.multiply(copies[0], x, out, tile)

@@ -37,6 +37,7 @@ GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its
 LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
 LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
+SPAN_COLUMNS = 256  # of activations with one scale, in a batch
 INBOX_ROWS = 16
 INBOX_FLAG_WORDS = 32
 
@@ -309,11 +310,11 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     heads = max(len(part.query) for part in parts)
     splits = heads * ATTENTION_SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
     table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
-    quantised = (spec.hidden + query + forward) * 2  # int8 with scales and sums, these twice: 2 bytes a value
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
-    row = 4 * floats + 2 * query + quantised + splits + table + 2 * BUCKET_STEPS * 4
+    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4
     sizes = _captured_batches(case)
-    return sum(sizes) * row + len(sizes) * GRAPH_BYTES
+    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, query, forward))
+    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
 
 
 def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
@@ -323,7 +324,7 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
     table = block_count(case.context_tokens) + 1
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
     row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * BUCKET_STEPS * 4
-    quantised, launches = spec.hidden, len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
+    quantised, launches = [spec.hidden], len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
     for part in range(placement.ranks if len(stage) else 0):
         facts = [(placement.layers[layer].parts[part], spec.layers[layer]) for layer in stage]
         query = max(len(cut.query) * layer.key_width for cut, layer in facts)
@@ -335,9 +336,16 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
         shapes = {(len(cut.query), layer.value_width) for cut, layer in facts}
         row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
         row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
-        quantised += query + forward
-    # Int8 with a scale a 32 columns and sums a 16 and 32; these again in lines of 16 rows, however small the batch.
-    return sum(sizes) * (row + quantised * 3 // 2) + len(sizes) * (quantised * 8 + launches * LAUNCH_BYTES)
+        quantised += [query, forward]
+    activations = sum(_quantised_bytes(size, width) for size in sizes for width in quantised)
+    return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
+
+
+def _quantised_bytes(rows: int, columns: int) -> int:
+    """Activations in int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
+    if rows == 1:
+        return columns * 3 // 2
+    return -(-columns // SPAN_COLUMNS) * (INBOX_ROWS * (SPAN_COLUMNS + 4 + 2 * SPAN_COLUMNS // 16))
 
 
 def _captured_batches(case: WorkingCase) -> list[int]:

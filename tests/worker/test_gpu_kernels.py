@@ -5,6 +5,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def sources():
     for ranks, parts in ((4, 1), (1, 2)):
         yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32", normed="*bf16",
             xq="*i8", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
-            dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=True, RANKS=ranks, RANK=0, ROWS=16, FACTS=True,
+            dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=True, RANKS=ranks, RANK=0, ROWS=16, MANY=True,
                  SENT=False, COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
         dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
@@ -59,12 +60,12 @@ def sources():
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
         dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
     yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8"),
-        dict(Q=16, W=128, SPLITS=32, WINDOW=0, FACTS=True))
+        dict(Q=16, W=128, SPLITS=64, WINDOW=0, HEADS=2, MANY=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
     yield source(step_triton.gate_rows, dict(both_stride="i32", out="*bf16", out_stride="i32", xq="*i8"),
-        dict(F=7168, M=8, GELU=True, QUANT=True, FACTS=True))
+        dict(F=7168, M=8, GELU=True, QUANT=True, MANY=True))
     yield source(step_triton.best_of_block, dict(stride="i32", first_id="i32", scale="fp32"),
         dict(V=64128, BLOCK=2048, BLOCKS=32))
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",
@@ -86,9 +87,9 @@ folders = [Path(folder) for folder in find_spec("nvidia").submodule_search_locat
 nvrtc = ctypes.CDLL(str(next(file for folder in folders for file in folder.glob("**/libnvrtc.so.*"))))
 card = sys.argv[1]
 for form in FORMATS.values():
-    for tile in ((1, 2), (2, 2)):
+    for tile, whole in (((1, 8, 2), True), ((1, 16, 1), True), ((1, 8, 2), False)):
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        text = batch_source.source(form, tile[0], 2, tile[1]).encode()
+        text = batch_source.source(form, tile, 2, whole).encode()
         assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"batch.cu", 0, None, None) == 0
         options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{card}".encode())
         failed = nvrtc.nvrtcCompileProgram(program, 1, options)
@@ -99,7 +100,7 @@ for form in FORMATS.values():
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
         assert size.value > 1000, size.value
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        print(batch_source.shared_bytes(tile[0], 2))
+        print(batch_source.shared_bytes(tile, 2))
 """
 
 
@@ -126,6 +127,12 @@ def test_kernels_between_products_are_right_in_the_interpreter() -> None:
 
 def test_steps_of_the_layer_layout_are_what_its_passes_are_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.layer_step_checks"], TRITON_INTERPRET="1")
+
+
+def test_products_of_many_rows_are_right_when_a_compiler_for_the_host_runs_their_source() -> None:
+    if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    run(["-m", "gearshift.tests.worker.batch_kernel_on_host"], TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -1,22 +1,36 @@
 '''CUDA source of the product of a quantised matrix with 2 to 16 rows of int8 activations, for NVRTC.
 
 The codes go to the matrix units as they are: one `mma` multiplies 16 rows of the matrix by 8 of activations over 32
-columns in int8, its integer sums are exact, and scales are applied to them a group at a time. So the weights are read
-and unpacked once for all rows. Warps of a block share the columns of the same 16 (or 32) matrix rows; their shares are
-added in warp order, so results do not depend on timing. Which thread holds which column is free as long as weights and
-activations agree; here a thread takes eight neighbouring bytes (four and four where scales span 16 columns).
+columns in int8. A warp takes 256 columns at a time (a *span*, the K types' block), over which activations have one
+scale: types whose scales are whole numbers stay in whole numbers to the span's end, one multiply-add a sum, and
+floats come in once a span. Mins and zero points need sums of activations only: one `mma` a span in f16, exact where
+factors are whole, as sums of 16 codes are below 2048. For 16 rows of activations a span of 16 matrix rows takes 366
+instructions of a warp (Q4_K: 2,368 bytes) or 631 (Q6_K: 3,360 bytes), where a scale a 32 columns took 570 and 874.
 
-Integer sums start at 0x4B400000: read as a float that is 12582912 + sum, which saves the slow conversion.
+What bounds this is how much memory is asked for ahead: a warp loads its next span, of the next tile of rows too,
+before it multiplies the one it holds. So blocks stay and take one tile of matrix rows after another. Warps of a block
+share a tile's columns; their shares are added in warp order, so results do not depend on timing. Which thread holds
+which column is free as long as weights and activations agree; here a thread takes eight neighbouring bytes (four and
+four where scales span 16 columns).
 '''
 
 from .exchange import MOST_ROWS
 from .quant_planes import PlaneFormat
 
-WARPS = 8
+SPAN = 256  # columns with one scale of activations
 
 SOURCE = r"""
+// Integer sums that start at 0x4B400000 are, read as a float, 12582912 + sum: that saves the slow conversion.
 #define MAGIC 0x4B400000
 #define PIVOT 12582912.0f
+#define WORDS (BITS / 2)  // of a thread's codes, of one row and 64 columns
+#define FACTORS (KIND == 3 ? 2 : 1)  // words of factors, of one row and 64 columns
+#define LEAST (KIND != 2 || ZERO != 0)
+#if KIND <= 1
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
 
 __device__ __forceinline__ float half_bits(unsigned bits) {
   float value;
@@ -24,201 +38,307 @@ __device__ __forceinline__ float half_bits(unsigned bits) {
   return value;
 }
 
-__device__ __forceinline__ void mma32(int* c, const int* a, const int* b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+__device__ __forceinline__ unsigned add_halves(unsigned a, unsigned b) {
+  unsigned sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
 }
 
-__device__ __forceinline__ void mma16(int* c, int a0, int a1, int b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+__device__ __forceinline__ void mma32(int* c, int start, const unsigned* a, const unsigned* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start));
 }
 
-// Two words of eight codes of one row: columns of this thread in the group's first half, and in its second.
-struct Row { int low[2]; int top[2]; };
+__device__ __forceinline__ void mma16(int* c, unsigned a0, unsigned a1, unsigned b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(a0), "r"(a1), "r"(b), "r"(0));
+}
 
-__device__ __forceinline__ Row codes_of(const unsigned char* codes, const unsigned* high, long row, int groups, int G,
-                                        int t) {
-  Row r;
+__device__ __forceinline__ void mma_halves(float* c, const unsigned* a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+}
+
+// Weights pass by the nearest cache, which is for activations. Volatile: loads stay where the source has them.
+__device__ __forceinline__ void stream_two(unsigned* to, const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+}
+
+__device__ __forceinline__ unsigned stream_part(const void* from) {  // its neighbours want the rest of the sector
+  unsigned word;
+  asm volatile("ld.global.nc.L1::evict_first.u32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+
+__device__ __forceinline__ unsigned stream_half(const void* from) {
+  unsigned short half;
+  asm volatile("ld.global.nc.L1::evict_first.u16 %0, [%1];" : "=h"(half) : "l"(from));
+  return half;
+}
+
+// One matrix row of a span as it lies in memory: this thread's codes, and the factors of group t of its four groups.
+struct Row { unsigned code[4][WORDS], high[4], factor[FACTORS], super; };
+
+// Group G of four; `at`: number of the first in the matrix. Beyond a row's end (of `inside` groups) there are zeros.
+__device__ __forceinline__ void load_codes(Row& row, const unsigned char* codes, const unsigned* high, int at, int t,
+                                           int G, int inside) {
+  unsigned* to = row.code[G];
+  row.high[G] = 0;
+  if (!WHOLE && G >= inside) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) to[i] = 0;
+    return;
+  }
 #if BITS == 8
-  const unsigned char* at = codes + row * groups * 64 + (long)G * 64 + 8 * t;
-  int2 low = *(const int2*)at, top = *(const int2*)(at + 32);
-  r.low[0] = low.x; r.low[1] = low.y; r.top[0] = top.x; r.top[1] = top.y;
-#else
-  const unsigned char* at = codes + (row * groups + G) * 32;
-#if KIND == 1
-  int w0 = *(const int*)(at + 4 * t), w1 = *(const int*)(at + 16 + 4 * t);
-#else
-  int2 both = *(const int2*)(at + 8 * t);
-  int w0 = both.x, w1 = both.y;
-#endif
-  r.low[0] = w0 & 0x0F0F0F0F; r.low[1] = w1 & 0x0F0F0F0F;
-  r.top[0] = (w0 >> 4) & 0x0F0F0F0F; r.top[1] = (w1 >> 4) & 0x0F0F0F0F;
-#if HIGH == 1
-  unsigned h = high[(row * groups + G) * 2 + t / 2] >> ((t & 1) * 4);
-  r.low[0] |= (h & 0x01010101) << 4; r.top[0] |= ((h >> 1) & 0x01010101) << 4;
-  r.low[1] |= ((h >> 2) & 0x01010101) << 4; r.top[1] |= ((h >> 3) & 0x01010101) << 4;
-#elif HIGH == 2
-  unsigned h = high[(row * groups + G) * 4 + t];
-  r.low[0] |= (h & 0x03030303) << 4; r.top[0] |= ((h >> 2) & 0x03030303) << 4;
-  r.low[1] |= ((h >> 4) & 0x03030303) << 4; r.top[1] |= ((h >> 6) & 0x03030303) << 4;
-#endif
-#endif
-  return r;
-}
-
-// Factors of one row and group: for each half (with KIND 1 each 16 columns) what sums and activations are scaled by.
-struct Factors { float scale[4]; float least[2]; };
-
-__device__ __forceinline__ Factors factors_of(const unsigned* scales, const unsigned* supers, long row, int groups,
-                                              int G) {
-  Factors f;
-#if KIND == 0
-  unsigned packed = scales[row * groups + G], pair = supers[row * (groups / 4) + G / 4];
-  float d = half_bits(pair & 0xFFFF), m = -half_bits(pair >> 16);
-  f.scale[0] = d * (float)(packed & 255); f.least[0] = m * (float)((packed >> 8) & 255);
-  f.scale[1] = d * (float)((packed >> 16) & 255); f.least[1] = m * (float)(packed >> 24);
+  stream_two(to, codes + at * 64L + G * 64 + 8 * t);
+  stream_two(to + 2, codes + at * 64L + G * 64 + 32 + 8 * t);
 #elif KIND == 1
-  int packed = (int)scales[row * groups + G];
-  float d = half_bits(((const unsigned short*)supers)[row * (groups / 4) + G / 4]);
-  f.scale[0] = d * (float)((packed << 24) >> 24); f.scale[1] = d * (float)((packed << 16) >> 24);
-  f.scale[2] = d * (float)((packed << 8) >> 24); f.scale[3] = d * (float)(packed >> 24);
-#elif KIND == 2
-  unsigned pair = supers[row * groups + G];
-  f.scale[0] = half_bits(pair & 0xFFFF); f.scale[1] = half_bits(pair >> 16);
-  f.least[0] = -ZERO * f.scale[0]; f.least[1] = -ZERO * f.scale[1];
+  to[0] = stream_part(codes + at * 32L + G * 32 + 4 * t);
+  to[1] = stream_part(codes + at * 32L + G * 32 + 16 + 4 * t);
 #else
-  unsigned a = supers[(row * groups + G) * 2], b = supers[(row * groups + G) * 2 + 1];
-  f.scale[0] = half_bits(a & 0xFFFF); f.least[0] = half_bits(a >> 16);
-  f.scale[1] = half_bits(b & 0xFFFF); f.least[1] = half_bits(b >> 16);
+  stream_two(to, codes + at * 32L + G * 32 + 8 * t);
 #endif
-  return f;
+#if HIGH == 1
+  row.high[G] = stream_part(high + at * 2L + G * 2 + t / 2);
+#elif HIGH == 2
+  row.high[G] = stream_part(high + at * 4L + G * 4 + t);
+#endif
 }
 
-// out[b * out_stride + n] = sum over k of W[n, k] x[b, k]. [K / 32][16 rows]: `facts` scale and sum, `sums` of halves.
+__device__ __forceinline__ void load_factors(Row& row, const unsigned* scales, const unsigned* supers, int at, int t,
+                                             int inside) {
+#if KIND <= 1
+  row.factor[0] = stream_part(scales + (at + t));
+  row.super = KIND == 0 ? stream_part(supers + (at >> 2)) : stream_half((const unsigned short*)supers + (at >> 2));
+#else
+  if (WHOLE || t < inside) {
+#pragma unroll
+    for (int i = 0; i < FACTORS; i++) row.factor[i] = stream_part(supers + (at + t) * (long)FACTORS + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < FACTORS; i++) row.factor[i] = 0;
+  }
+#endif
+}
+
+// The codes of half a group of 64 columns, in bytes.
+__device__ __forceinline__ void unpack(unsigned* to, const Row& row, int G, int half, int t) {
+#if BITS == 8
+  to[0] = row.code[G][half * 2]; to[1] = row.code[G][half * 2 + 1];
+#else
+  to[0] = (row.code[G][0] >> (4 * half)) & 0x0F0F0F0F;
+  to[1] = (row.code[G][1] >> (4 * half)) & 0x0F0F0F0F;
+#if HIGH == 1
+  unsigned h = row.high[G] >> ((t & 1) * 4 + half);
+  to[0] |= (h & 0x01010101) << 4; to[1] |= ((h >> 2) & 0x01010101) << 4;
+#elif HIGH == 2
+  unsigned h = row.high[G] >> (2 * half);
+  to[0] |= (h & 0x03030303) << 4; to[1] |= h & 0x30303030;
+#endif
+#endif
+}
+
+// What sums of activations' codes are multiplied by, of groups 2t and 2t + 1 of 32: first and second 16 columns.
+__device__ __forceinline__ void least_of(unsigned* first, unsigned* second, const unsigned* factor) {
+#if KIND == 0  // bytes: 0x6400 + byte is 1024 + byte in f16
+  *first = *second = add_halves(__byte_perm(factor[0], 0x64646464, 0x4341), 0xE400E400);
+#elif KIND == 1  // signed ones, with 128 added
+  *first = add_halves(__byte_perm(factor[0] ^ 0x80808080, 0x64646464, 0x4240), 0xE480E480);
+  *second = add_halves(__byte_perm(factor[0] ^ 0x80808080, 0x64646464, 0x4341), 0xE480E480);
+#elif KIND == 2
+  *first = *second = factor[0];
+#else
+  *first = *second = __byte_perm(factor[0], factor[1], 0x7632);
+#endif
+}
+
+// The sums of 32 columns (KIND 1: twice 16) into the span's.
+__device__ __forceinline__ void add_scaled(Sum* sum, const unsigned (*u)[2], const unsigned* b,
+                                           const unsigned (*factor)[FACTORS], int half) {
+  int c[4];
+#if KIND == 1
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+    mma16(c, u[0][part], u[1][part], b[part]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] += (signed char)(factor[i / 2][0] >> (16 * half + 8 * part)) * c[i];
+  }
+#else
+  unsigned a[4] = {u[0][0], u[1][0], u[0][1], u[1][1]};
+  mma32(c, KIND == 0 ? 0 : MAGIC, a, b);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+#if KIND == 0
+    sum[i] += (int)((factor[i / 2][0] >> (16 * half)) & 255) * c[i];
+#elif KIND == 2
+    sum[i] += half_bits((factor[i / 2][0] >> (16 * half)) & 0xFFFF) * (__int_as_float(c[i]) - PIVOT);
+#else
+    sum[i] += half_bits(factor[i / 2][half] & 0xFFFF) * (__int_as_float(c[i]) - PIVOT);
+#endif
+  }
+#endif
+}
+
+// A span's result but for the scale of activations.
+__device__ __forceinline__ float span_value(Sum sum, unsigned super, float least) {
+#if KIND == 0
+  return half_bits(super & 0xFFFF) * (float)sum - half_bits(super >> 16) * least;
+#elif KIND == 1
+  return half_bits(super) * ((float)sum - (float)ZERO * least);
+#elif KIND == 2
+  return sum - (float)ZERO * least;
+#else
+  return sum + least;
+#endif
+}
+
+// out[b * out_stride + n] = sum over k of W[n, k] x[b, k]. For activations' layout see `QuantizedRows`; columns are
+// 64 times `groups`. Any number of blocks will do: they take tiles of 16 * MT rows in turn.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
     const unsigned char* codes, const unsigned* high, const unsigned* scales, const unsigned* supers,
-    const signed char* x, const float2* facts, const float2* sums, float* out, int out_stride, int rows, int batch,
-    int groups, unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks, int rank) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const long columns = (long)groups * 64;
-  const int base = blockIdx.x * (16 * MT);
-  float total[MT][NT][4];
-  long row[MT][2];
-  const signed char* x_row[NT];
-#pragma unroll
-  for (int m = 0; m < MT; m++) {
-    row[m][0] = min(base + m * 16 + g, rows - 1);
-    row[m][1] = min(base + m * 16 + g + 8, rows - 1);
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) total[m][n][i] = 0.0f;
-  }
-#pragma unroll
-  for (int n = 0; n < NT; n++) x_row[n] = x + (long)min(n * 8 + g, batch - 1) * columns;
-#pragma unroll 1
-  for (int G = warp; G < groups; G += WARPS) {
-    Row code[MT][2];
-    Factors factor[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) code[m][r] = codes_of(codes, high, row[m][r], groups, G, t);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) factor[m][r] = factors_of(scales, supers, row[m][r], groups, G);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const signed char* at = x_row[n] + (long)G * 64 + 32 * half;
-        float4 fact = *(const float4*)(facts + (G * 2 + half) * 16 + n * 8 + 2 * t);  // of two rows
-#if KIND == 1
-        int b[2] = {*(const int*)(at + 4 * t), *(const int*)(at + 16 + 4 * t)};
-        float4 sum = *(const float4*)(sums + (G * 2 + half) * 16 + n * 8 + 2 * t);
-#else
-        int2 pair = *(const int2*)(at + 8 * t);
-        int b[2] = {pair.x, pair.y};
-#endif
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          const int* u = half ? code[m][0].top : code[m][0].low;
-          const int* l = half ? code[m][1].top : code[m][1].low;
-#if KIND == 1
-#pragma unroll
-          for (int part = 0; part < 2; part++) {
-            int c[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
-            mma16(c, u[part], l[part], b[part]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              float scale = factor[m][i / 2].scale[half * 2 + part];
-              float x_scale = i & 1 ? fact.z : fact.x;
-              float x_sum = part ? (i & 1 ? sum.w : sum.y) : (i & 1 ? sum.z : sum.x);
-              total[m][n][i] += scale * ((__int_as_float(c[i]) - PIVOT) * x_scale - (float)ZERO * x_sum);
-            }
-          }
-#else
-          int a[4] = {u[0], l[0], u[1], l[1]};
-          int c[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
-          mma32(c, a, b);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            float x_scale = i & 1 ? fact.z : fact.x;
-            total[m][n][i] += factor[m][i / 2].scale[half] * ((__int_as_float(c[i]) - PIVOT) * x_scale);
-#if KIND != 2 || ZERO != 0
-            total[m][n][i] += factor[m][i / 2].least[half] * (i & 1 ? fact.w : fact.y);
-#endif
-          }
-#endif
-        }
-      }
-    }
-  }
-  __shared__ float shares[WARPS][MT * 16][NT * 8 + 1];
+    const signed char* x, const float* x_scales, const unsigned short* x_sums, float* out, int out_stride, int rows,
+    int batch, int groups, unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks,
+    int rank) {
+  __shared__ float shares[2][WARPS][NT * 8][MT * 16 + 4];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, t = lane & 3;
+  const int spans = (groups + 3) / 4, tiles = (rows + 16 * MT - 1) / (16 * MT);
+  int tile = blockIdx.x, s = warp, turn = 0;
+  float total[MT][NT][4] = {};
+  Row row[MT][2];
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int r = 0; r < 2; r++) {
+      int at = min((tile * MT + m) * 16 + r * 8 + g, rows - 1) * groups + s * 4;
+      load_factors(row[m][r], scales, supers, at, t, groups - s * 4);
 #pragma unroll
-      for (int i = 0; i < 4; i++) shares[warp][m * 16 + g + (i / 2) * 8][n * 8 + 2 * t + (i & 1)] = total[m][n][i];
-  __syncthreads();
-  for (int i = threadIdx.x; i < MT * 16 * NT * 8; i += WARPS * 32) {
-    int n = i % (MT * 16), b = i / (MT * 16);
-    float sum = 0.0f;
+      for (int G = 0; G < 4; G++) load_codes(row[m][r], codes, high, at, t, G, groups - s * 4);
+    }
+#pragma unroll 1
+  while (true) {
+    const bool last = s + warps >= spans;  // of this tile, for this warp
+    const int next = last ? warp : s + warps, next_tile = last ? tile + gridDim.x : tile;
+    const bool more = next_tile < tiles;
+    unsigned factor[MT][2][FACTORS], super[MT][2];
+    int at[MT][2];
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += shares[w][n][b];
-    if (base + n < rows && b < batch) {
-      out[(long)b * out_stride + base + n] = sum;
-      if (ranks > 1) {  // a partial sum: to the other ranks at once, value and number in one word
-        int number = sequence[b] + 1;
-        long at = ((long)((number & 1) * ranks + rank) * MOST_ROWS + b) * width + first + base + n;
-        for (int peer = 0; peer < ranks; peer++)
-          if (peer != rank)
-            ((volatile unsigned long long*)inboxes[peer])[at] =
-                ((unsigned long long)number << 32) | __float_as_uint(sum);
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int i = 0; i < FACTORS; i++) factor[m][r][i] = row[m][r].factor[i];
+        super[m][r] = row[m][r].super;
+        at[m][r] = min((next_tile * MT + m) * 16 + r * 8 + g, rows - 1) * groups + next * 4;
+        if (more) load_factors(row[m][r], scales, supers, at[m][r], t, groups - next * 4);
+      }
+    Sum sum[MT][NT][4] = {};
+    const signed char* x_span = x + (long)s * (16 * 256) + g * 32 + (KIND == 1 ? 4 : 8) * t;
+#pragma unroll
+    for (int G = 0; G < 4; G++) {
+      unsigned byte[MT][2][2][2], scale[MT][2][FACTORS];  // [half][row]
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          unpack(byte[m][0][r], row[m][r], G, 0, t);
+          unpack(byte[m][1][r], row[m][r], G, 1, t);
+          if (more) load_codes(row[m][r], codes, high, at[m][r], t, G, groups - next * 4);
+#pragma unroll
+          for (int i = 0; i < FACTORS; i++) scale[m][r][i] = __shfl_sync(0xFFFFFFFF, factor[m][r][i], G, 4);
+        }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          const signed char* from = x_span + (G * 2 + half) * (16 * 32) + n * (8 * 32);
+#if KIND == 1
+          unsigned b[2] = {__ldg((const unsigned*)from), __ldg((const unsigned*)(from + 16))};
+#else
+          uint2 pair = __ldg((const uint2*)from);
+          unsigned b[2] = {pair.x, pair.y};
+#endif
+#pragma unroll
+          for (int m = 0; m < MT; m++) add_scaled(sum[m][n], byte[m][half], b, scale[m], half);
+        }
       }
     }
+    unsigned a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      least_of(&a[m][0], &a[m][2], factor[m][0]);
+      least_of(&a[m][1], &a[m][3], factor[m][1]);
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float2 x_scale = __ldg((const float2*)(x_scales + s * 16 + n * 8 + 2 * t));  // of two rows of activations
+      uint2 x_sum = LEAST ? __ldg((const uint2*)(x_sums + (s * 16 + n * 8 + g) * 16 + t * 4)) : make_uint2(0, 0);
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        float least[4] = {};
+        if (LEAST) mma_halves(least, a[m], x_sum);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          total[m][n][i] += (i & 1 ? x_scale.y : x_scale.x) * span_value(sum[m][n][i], super[m][i / 2], least[i]);
+      }
+    }
+    if (last) {
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            shares[turn][warp][n * 8 + 2 * t + (i & 1)][m * 16 + g + (i / 2) * 8] = total[m][n][i];
+            total[m][n][i] = 0.0f;
+          }
+      __syncthreads();  // one a tile is enough: shares have two turns
+      for (int i = threadIdx.x; i < MT * 16 * NT * 8; i += blockDim.x) {
+        int b = i / (MT * 16), in_tile = i % (MT * 16), n = tile * (MT * 16) + in_tile;
+        float sum = 0.0f;
+        for (int w = 0; w < warps; w++) sum += shares[turn][w][b][in_tile];
+        if (n >= rows || b >= batch) continue;
+        out[(long)b * out_stride + n] = sum;
+        if (ranks > 1) {  // a partial sum: to the other ranks at once, value and number in one word
+          int number = sequence[b] + 1;
+          long to = ((long)((number & 1) * ranks + rank) * ROWS + b) * width + first + n;
+          unsigned long long word = ((unsigned long long)number << 32) | __float_as_uint(sum);
+          for (int peer = 0; peer < ranks; peer++)
+            if (peer != rank) ((volatile unsigned long long*)inboxes[peer])[to] = word;
+        }
+      }
+      if (!more) break;
+      turn ^= 1;
+    }
+    s = next;
+    tile = next_tile;
   }
 }
 """
 
 
-def source(form: PlaneFormat, tiles: int, rows_of_eight: int, blocks: int) -> str:
-    """For one type: `tiles` times 16 matrix rows a block, `rows_of_eight` times 8 rows of activations.
+def source(form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: bool) -> str:
+    """For one type and `rows_of_eight` times 8 rows of activations; `whole`: columns are a multiple of SPAN.
 
-    `blocks`: so many must fit a multiprocessor at once, which bounds registers.
+    `tile`: 16 matrix rows a block so many times, most warps of a block, blocks that must fit a multiprocessor at once
+    (which bounds registers).
     """
+    tiles, warps, blocks = tile
     facts = {
         "BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero,
-        "MT": tiles, "NT": rows_of_eight, "BLOCKS": blocks,
-        "WARPS": WARPS, "MOST_ROWS": MOST_ROWS,
+        "MT": tiles, "NT": rows_of_eight, "WARPS": warps, "BLOCKS": blocks, "WHOLE": int(whole), "ROWS": MOST_ROWS,
     }  # fmt: skip
     return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + SOURCE
 
 
-def shared_bytes(tiles: int, rows_of_eight: int) -> int:
-    """Of a block: every warp's share of its results."""
-    return 4 * WARPS * (16 * tiles) * (8 * rows_of_eight + 1)
+def warps_of(columns: int, most: int) -> int:
+    """Warps a block that share so many columns as evenly as `most` allow."""
+    spans = -(-columns // SPAN)
+    return -(-spans // -(-spans // most))
+
+
+def shared_bytes(tile: tuple[int, ...], rows_of_eight: int) -> int:
+    """Of a block: every warp's share of its results, twice."""
+    tiles, warps, _ = tile
+    return 2 * 4 * warps * (8 * rows_of_eight) * (16 * tiles + 4)

@@ -5,7 +5,7 @@ Imported on CUDA workers only, and by tests, which interpret Triton's.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,43 +13,71 @@ import triton
 from torch import Tensor
 
 from . import batch_source
+from .batch_source import SPAN
 from .exchange import MOST_ROWS, Exchange
-from .quant_planes import PlaneFormat, Planes, ScaleKind
+from .quant_planes import PlaneFormat, Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
-LARGEST_BATCH = 16  # rows of activations that `multiply` takes
+LARGEST_BATCH = MOST_ROWS  # of activations, that `multiply` takes
 MOST_SINGLE = 1  # rows that `multiply_rows` takes one by one; for more, the matrix units serve
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [B, K] in int8, a scale and sums a 32 (and 16) columns.
+    """Activations [B, K] in int8: codes, and their sums for mins and zero points.
 
-    Once more, as the product of many rows reads them: `facts` [K / 32, 16, 2] scale and sum, `halves` the sums of 16.
+    One row: `codes` [1, K], `scales` and sums (of scaled codes) a 32 and 16 columns. More, up to LARGEST_BATCH, as the
+    matrix units read them: `codes` [K / 32, 16, 32], `spans` [K / 256, 16], a scale a 256 columns, and `halves` f16
+    [K / 256, 16, 16], sums of 16 codes: four of each pair of 32 columns, their first halves before their second.
+    What a layout has no use for is empty; K is rounded up.
     """
 
+    rows: int
+    columns: int
     codes: Tensor
     scales: Tensor
     sums_16: Tensor
     sums_32: Tensor
-    facts: Tensor
+    spans: Tensor
     halves: Tensor
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "QuantizedRows":
-        def floats(width: int) -> Tensor:
-            return torch.zeros((rows, width), dtype=torch.float32, device=device)
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        def by_group() -> Tensor:
-            return torch.zeros((columns // 32, LARGEST_BATCH, 2), dtype=torch.float32, device=device)
+        none = zeros(torch.float32, 0)
+        if rows <= MOST_SINGLE:
+            return cls(
+                rows, columns, zeros(torch.int8, rows, columns), zeros(torch.float32, rows, columns // 32),
+                zeros(torch.float32, rows, columns // 16), zeros(torch.float32, rows, columns // 32), none, none,
+            )  # fmt: skip
+        spans = -(-columns // SPAN)
+        return cls(
+            rows, columns, zeros(torch.int8, spans * SPAN // 32, LARGEST_BATCH, 32), none, none, none,
+            zeros(torch.float32, spans, LARGEST_BATCH), zeros(torch.float16, spans, LARGEST_BATCH, SPAN // 16),
+        )  # fmt: skip
 
-        codes = torch.zeros((rows, columns), dtype=torch.int8, device=device)
-        return cls(codes, floats(columns // 32), floats(columns // 16), floats(columns // 32), by_group(), by_group())
+    def narrowed(self, columns: int) -> "QuantizedRows":
+        """The same buffers used for rows of fewer columns, contiguous."""
+
+        def part(tensor: Tensor, width: int) -> Tensor:
+            return tensor.view(-1)[: self.rows * width].view(self.rows, width)
+
+        if self.rows > MOST_SINGLE:
+            return replace(self, columns=columns)
+        return QuantizedRows(
+            self.rows, columns, part(self.codes, columns), part(self.scales, columns // 32),
+            part(self.sums_16, columns // 16), part(self.sums_32, columns // 32), self.spans, self.halves,
+        )  # fmt: skip
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """[B, K] of a float type, for matrices that are not quantised."""
-        return (self.codes.unflatten(1, (-1, 32)) * self.scales[..., None]).flatten(1).to(dtype)
+        if self.rows <= MOST_SINGLE:
+            return (self.codes.unflatten(1, (-1, 32)) * self.scales[..., None]).flatten(1).to(dtype)
+        scaled = self.codes.unflatten(0, (-1, SPAN // 32)) * self.spans[:, None, :, None]
+        return scaled.flatten(0, 1).transpose(0, 1)[: self.rows].flatten(1)[:, : self.columns].to(dtype)
 
 
 def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
@@ -58,8 +86,8 @@ def quantize(x_BK: Tensor, into: QuantizedRows | None = None) -> QuantizedRows:
     result = into or QuantizedRows.empty(rows, columns, x_BK.device)
     tile = 16
     quantize_rows[rows, triton.cdiv(columns // 32, tile)](
-        x_BK, x_BK.stride(0), result.codes, result.scales, result.sums_16, result.sums_32, result.facts,
-        result.halves, K=columns, M=tile, FACTS=rows > 1,
+        x_BK, x_BK.stride(0), result.codes, result.scales, result.sums_16, result.sums_32, result.spans,
+        result.halves, K=columns, M=tile, MANY=rows > MOST_SINGLE,
     )  # fmt: skip
     return result
 
@@ -73,40 +101,54 @@ class Sent:
 
 
 def multiply(
-    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int] | None = None, sent: Sent | None = None
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...] | None = None, sent: Sent | None = None
 ) -> None:
     """out [B, N] f32 = x @ matrix^T, B up to LARGEST_BATCH; out may be some columns of a wider tensor.
 
     `tile`: as `usual_tile` or `usual_batch_tile` would give it.
     """
-    if x.codes.shape[0] > MOST_SINGLE and not EMULATED:
-        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
-    else:
+    if x.rows <= MOST_SINGLE:
         groups = triton.next_power_of_2(planes.columns // 64)
         _multiply_rows(planes, x, out, groups, tile or usual_tile(planes.rows, groups), sent)
+    elif EMULATED:  # NVRTC has no interpreter: the plain twin
+        assert sent is None, "only devices send"
+        out.copy_(x.expanded(torch.float32) @ dequantize(planes).T)
+    else:
+        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
 
 
 @cache
-def _batch_kernel(form: PlaneFormat, tile: tuple[int, int], rows_of_eight: int, device: int) -> Callable[..., None]:
+def _batch_kernel(
+    form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: bool, device: int
+) -> Callable[..., None]:
     """Compiled for the current device, which `device` is the number of."""
     kernel: Callable[..., None] = torch.cuda._compile_kernel(
-        batch_source.source(form, tile[0], rows_of_eight, tile[1]), "multiply_batch"
+        batch_source.source(form, tile, rows_of_eight, whole), "multiply_batch"
     )
     return kernel
 
 
+@cache
+def _multiprocessors(device: int) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 def _multiply_batch(
-    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, int], sent: Sent | None
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...], sent: Sent | None
 ) -> None:
-    batch = x.codes.shape[0]
-    kernel = _batch_kernel(planes.format, tile, -(-batch // 8), out.device.index)
+    device, columns = out.device.index, planes.columns
+    tiles, most_warps, blocks = tile
+    warps = batch_source.warps_of(columns, most_warps)
+    at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
+    kernel = _batch_kernel(planes.format, tile, -(-x.rows // 8), columns % SPAN == 0, device)
     stand_in = x.codes  # nobody is told
     exchange = sent.exchange if sent else None
     kernel(
-        grid=(triton.cdiv(planes.rows, 16 * tile[0]), 1, 1), block=(32 * batch_source.WARPS, 1, 1),
+        grid=(min(triton.cdiv(planes.rows, 16 * tiles), at_once), 1, 1), block=(32 * warps, 1, 1),
         args=[
-            planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.facts, x.halves, out, out.stride(0),
-            planes.rows, batch, planes.columns // 64,
+            planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.spans, x.halves, out, out.stride(0),
+            planes.rows, x.rows, columns // 64,
             exchange.inboxes if exchange else stand_in, exchange.sums_sequence if exchange else stand_in,
             sent.first if sent else 0, exchange.width if exchange else 0, exchange.ranks if exchange else 1,
             exchange.rank if exchange else 0,
@@ -114,13 +156,13 @@ def _multiply_batch(
     )  # fmt: skip
 
 
-def usual_batch_tile(rows: int) -> tuple[int, int]:
-    """Many rows: (16 rows of the matrix a block so many times, blocks a multiprocessor)."""
-    return (2, 2) if rows >= 8192 else (1, 2)
+def usual_batch_tile(rows: int) -> tuple[int, int, int]:
+    """Many rows: (16 rows of the matrix at a time so many times, most warps a block, blocks a multiprocessor)."""
+    return (1, 8, 2) if rows > 4096 else (1, 16, 1)
 
 
 def _multiply_rows(
-    planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, int], sent: Sent | None
+    planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, ...], sent: Sent | None
 ) -> None:
     form, exchange = planes.format, sent.exchange if sent else None
     rows_a_program, warps = tile
@@ -131,7 +173,7 @@ def _multiply_rows(
         _words(x.codes), x.scales, x.sums_16, x.sums_32, out, out.stride(0), exchange.inboxes if exchange else out,
         exchange.sums_sequence if exchange else out, sent.first if sent else 0, planes.rows,
         K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
-        B=x.codes.shape[0], BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
+        B=x.rows, BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
         RANKS=exchange.ranks if exchange else 1, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
         EMULATED=EMULATED, num_warps=warps,
     )  # fmt: skip

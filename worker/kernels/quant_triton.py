@@ -1,8 +1,8 @@
 """Triton kernels over planes (see `quant_planes`): dequantise, gather, quantise activations, matrix times vectors.
 
-Activations are int8 with one scale a 32 columns, so that a product is integer (`dp4a`: four products in one
-instruction): turning codes into floats first is what bounds such kernels otherwise. `EMULATED` replaces the one
-instruction that Triton's interpreter lacks, so the same kernels are tested without a GPU.
+Activations are int8 with one scale a 32 columns (256 where there are many rows), so that a product is integer (`dp4a`:
+four products in one instruction): turning codes into floats first is what bounds such kernels otherwise. `EMULATED`
+replaces the one instruction that Triton's interpreter lacks, so the same kernels are tested without a GPU.
 """
 
 import triton
@@ -41,40 +41,60 @@ def _half_of_word(word, UPPER: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(v, in_range):
-    """f32 [M, 32] to (codes int8, scales f32 [M]). Rows not `in_range` give zeros."""
-    scale = tl.maximum(tl.max(tl.abs(v), 1) / 127.0, 1e-30)
-    # Round half away from zero: plain arithmetic, the same everywhere.
-    q = v / scale[:, None]
-    q = tl.where(q >= 0, q + 0.5, q - 0.5).to(tl.int32)
-    return tl.where(in_range[:, None], q, 0), scale
+def _scales_of(greatest):
+    """Of magnitudes."""
+    return tl.maximum(greatest / 127.0, 1e-30)
 
 
 @triton.jit
-def store_quantized(v, in_range, group, xq, xs, xsum16, xsum32, facts, halves, FACTS: tl.constexpr):
-    """f32 [M, 32], groups of 32 columns of one row, as int8 codes, scales and sums; see `QuantizedRows`.
+def _codes_of(v, scale, in_range):
+    """f32 [M, 32] by `scale` [M] as int8 in int32. Rows not `in_range` give zeros."""
+    # Round half away from zero: plain arithmetic, the same everywhere.
+    q = v / scale[:, None]
+    q = tl.where(q >= 0, q + 0.5, q - 0.5).to(tl.int32)
+    return tl.where(in_range[:, None], q, 0)
 
-    Pointers are to the row's start; `facts` and `halves`, where wanted, have 16 rows of two numbers for each group.
+
+@triton.jit
+def store_quantized(
+    v, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, K: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
+    """f32 [M, 32], groups of 32 columns of one of the rows of K, as int8 codes, scales and sums; see `QuantizedRows`.
+
+    With MANY rows a scale is for 8 groups: the first is a multiple of 8, M is one too or the row has no more than M
+    groups, and groups not `in_range` are zeros.
     """
-    q, scale = quantize_tile(v, in_range)
     column = tl.arange(0, 32)
-    tl.store(xq + group[:, None] * 32 + column[None, :], q.to(tl.int8), mask=in_range[:, None])
-    tl.store(xs + group, scale, mask=in_range)
-    left = tl.sum(tl.where(column[None, :] < 16, q, 0), 1).to(tl.float32) * scale
-    right = tl.sum(tl.where(column[None, :] < 16, 0, q), 1).to(tl.float32) * scale
-    tl.store(xsum16 + group * 2, left, mask=in_range)
-    tl.store(xsum16 + group * 2 + 1, right, mask=in_range)
-    tl.store(xsum32 + group, left + right, mask=in_range)
-    if FACTS:
-        tl.store(facts + group * 32, scale, mask=in_range)
-        tl.store(facts + group * 32 + 1, left + right, mask=in_range)
-        tl.store(halves + group * 32, left, mask=in_range)
-        tl.store(halves + group * 32 + 1, right, mask=in_range)
+    greatest = tl.max(tl.abs(v), 1)
+    if MANY:
+        M: tl.constexpr = v.shape[0]
+        together: tl.constexpr = 8 if M > 8 else M
+        scale = _scales_of(tl.max(tl.reshape(greatest, [M // together, together]), 1))
+        scale = tl.reshape(tl.broadcast_to(scale[:, None], [M // together, together]), [M])
+        q = _codes_of(v, scale, in_range)
+        tl.store(xq + row * 32 + group[:, None] * 512 + column[None, :], q.to(tl.int8), mask=in_range[:, None])
+        tl.store(spans + row + (group // 8) * 16, scale, mask=in_range & (group % 8 == 0))
+        left = tl.sum(tl.where(column[None, :] < 16, q, 0), 1)
+        right = tl.sum(tl.where(column[None, :] < 16, 0, q), 1)
+        to = halves + row * 16 + (group // 8) * 256 + (group % 8) // 2 * 4 + group % 2
+        tl.store(to, left.to(tl.float16), mask=in_range)
+        tl.store(to + 2, right.to(tl.float16), mask=in_range)
+    else:
+        scale = _scales_of(greatest)
+        q = _codes_of(v, scale, in_range)
+        tl.store(xq + row * K + group[:, None] * 32 + column[None, :], q.to(tl.int8), mask=in_range[:, None])
+        tl.store(xs + row * (K // 32) + group, scale, mask=in_range)
+        left = tl.sum(tl.where(column[None, :] < 16, q, 0), 1).to(tl.float32) * scale
+        right = tl.sum(tl.where(column[None, :] < 16, 0, q), 1).to(tl.float32) * scale
+        to = xsum16 + row * (K // 16) + group * 2
+        tl.store(to, left, mask=in_range)
+        tl.store(to + 1, right, mask=in_range)
+        tl.store(xsum32 + row * (K // 32) + group, left + right, mask=in_range)
 
 
 @triton.jit
 def quantize_rows(
-    x, stride, xq, xs, xsum16, xsum32, facts, halves, K: tl.constexpr, M: tl.constexpr, FACTS: tl.constexpr,
+    x, stride, xq, xs, xsum16, xsum32, spans, halves, K: tl.constexpr, M: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Rows of activations to int8: grid (rows, groups of 32 / M)."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,10 +102,7 @@ def quantize_rows(
     in_range = group < K // 32
     column = tl.arange(0, 32)
     v = tl.load(x + row * stride + group[:, None] * 32 + column[None, :], mask=in_range[:, None], other=0.0)
-    store_quantized(
-        v.to(tl.float32), in_range, group, xq + row * K, xs + row * (K // 32), xsum16 + row * (K // 16),
-        xsum32 + row * (K // 32), facts + row * 2, halves + row * 2, FACTS,
-    )  # fmt: skip
+    store_quantized(v.to(tl.float32), in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, K, MANY)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
+from .batch_source import SPAN
 from .exchange import MOST_ROWS, Exchange
 from .exchange_triton import sum_rows
 from .quant_ops import QuantizedRows
@@ -53,7 +54,7 @@ def finish_half(
         exchange.inboxes if exchange else hidden, exchange.sums_sequence if exchange else hidden,
         exchange.failed if exchange else hidden, epsilon, D=width, M=triton.next_power_of_2(width // 32),
         PARTS=parts, POST=post_weight is not None, QUANT=quantised is not None, RANKS=ranks,
-        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, FACTS=rows > 1, SENT=sent, COUNT=counted,
+        RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS, MANY=rows > 1, SENT=sent, COUNT=counted,
         num_warps=_warps_for(width) if rows <= MOST_ROWS else 8,
     )  # fmt: skip
 
@@ -167,10 +168,11 @@ def attend_cached(
         PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window,
         STAGES=2 if width <= 128 else 1, num_warps=4,
     )  # fmt: skip
-    attend_merge[rows, query_heads](
-        buffers.sums, buffers.greatest, buffers.weights, positions, out.codes, out.scales, out.sums_16, out.sums_32,
-        out.facts, out.halves, Q=query_heads, W=width, SPLITS=splits, WINDOW=window, FACTS=rows > 1,
-        num_warps=MERGE_WARPS or _warps_for(splits * width // 4),
+    heads = max(1, SPAN // width) if rows > 1 else 1  # of a program
+    attend_merge[rows, triton.cdiv(query_heads, heads)](
+        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=query_heads, W=width,
+        SPLITS=splits, WINDOW=window, HEADS=heads, MANY=rows > 1,
+        num_warps=MERGE_WARPS or _warps_for(splits * heads * width // 4),
     )  # fmt: skip
 
 
@@ -182,7 +184,7 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     tile = 8 if quantised else 64
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
-        GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, FACTS=rows > 1,
+        GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, MANY=rows > 1,
         num_warps=2 if quantised else 4,
     )  # fmt: skip
 
@@ -216,4 +218,4 @@ def choose(logits: Tensor, first_id: int, scale: float, best: Tensor, state: Ste
 def _quantised(rows: QuantizedRows | None, stand_in: Tensor) -> tuple[Tensor, ...]:
     if rows is None:
         return (stand_in,) * 6
-    return rows.codes, rows.scales, rows.sums_16, rows.sums_32, rows.facts, rows.halves
+    return rows.codes, rows.scales, rows.sums_16, rows.sums_32, rows.spans, rows.halves

@@ -9,9 +9,9 @@ from .quant_triton import store_quantized
 
 @triton.jit
 def finish_half_block(
-    partial, partial_stride, part_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, facts, halves,
+    partial, partial_stride, part_stride, hidden, weight, post_weight, normed, xq, xs, xsum16, xsum32, spans, halves,
     inboxes, sequence, failed, epsilon, D: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr,
-    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, FACTS: tl.constexpr,
+    QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, MANY: tl.constexpr,
     SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
@@ -47,10 +47,7 @@ def finish_half_block(
     spread = tl.sum(tl.sum(h * h, 1), 0) / D
     y = h * (1.0 / tl.sqrt(spread + epsilon)) * scale
     if QUANT:
-        store_quantized(
-            y, in_range, group, xq + row * D, xs + row * (D // 32), xsum16 + row * (D // 16), xsum32 + row * (D // 32),
-            facts + row * 2, halves + row * 2, FACTS,
-        )  # fmt: skip
+        store_quantized(y, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, D, MANY)
     else:
         tl.store(normed + row * D + at, y.to(normed.dtype.element_ty), mask=ok)
 
@@ -190,33 +187,44 @@ def attend_split(
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, facts, halves, Q: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, FACTS: tl.constexpr,
+    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr, W: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one query head joined, as int8. Grid (rows, Q)."""
+    """The splits of HEADS of the Q query heads joined, as int8. Grid (rows, Q / HEADS)."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     s = tl.arange(0, SPLITS)
-    group = tl.arange(0, W // 32)
+    group = tl.arange(0, HEADS * W // 32)
     column = tl.arange(0, 32)
-    at = (row * Q + head) * SPLITS + s
     first_block, all_blocks, each = _share_of_blocks(tl.load(positions + row) + 1, SPLITS, WINDOW)
     there = first_block + s * each < all_blocks  # all loads go out together: none waits for another's result
-    top = tl.load(greatest + at, mask=there, other=float("-inf"))
-    counts = tl.load(weights + at, mask=there, other=0.0)
-    where = at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :]
-    parts = tl.load(sums + where, mask=there[:, None, None], other=0.0)
-    best = tl.max(top, 0)
-    share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
-    weight = tl.sum(share * counts, 0)
-    joined = tl.sum(parts * share[:, None, None], 0)
-    joined = joined / tl.where(weight > 0, weight, 1.0)
-    in_range = group >= 0
-    groups = Q * (W // 32)
-    store_quantized(
-        joined, in_range, head * (W // 32) + group, xq + row * groups * 32, xs + row * groups,
-        xsum16 + row * groups * 2, xsum32 + row * groups, facts + row * 2, halves + row * 2, FACTS,
-    )  # fmt: skip
+    if HEADS == 1:
+        head = tl.program_id(1)
+        at = (row * Q + head) * SPLITS + s
+        top = tl.load(greatest + at, mask=there, other=float("-inf"))
+        counts = tl.load(weights + at, mask=there, other=0.0)
+        where = at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :]
+        parts = tl.load(sums + where, mask=there[:, None, None], other=0.0)
+        best = tl.max(top, 0)
+        share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
+        weight = tl.sum(share * counts, 0)
+        joined = tl.sum(parts * share[:, None, None], 0)
+        joined = joined / tl.where(weight > 0, weight, 1.0)
+        in_range = group >= 0
+    else:  # the same for the heads of all groups
+        head = tl.program_id(1) * HEADS + group // (W // 32)
+        in_range = head < Q
+        ok = there[:, None] & in_range[None, :]
+        at = (row * Q + head)[None, :] * SPLITS + s[:, None]
+        top = tl.load(greatest + at, mask=ok, other=float("-inf"))
+        counts = tl.load(weights + at, mask=ok, other=0.0)
+        where = at[:, :, None] * W + ((group % (W // 32))[:, None] * 32 + column[None, :])[None]
+        parts = tl.load(sums + where, mask=ok[:, :, None], other=0.0)
+        share = tl.where(top == float("-inf"), 0.0, tl.exp(top - tl.max(top, 0)[None, :]))
+        weight = tl.sum(share * counts, 0)
+        joined = tl.sum(parts * share[:, :, None], 0)
+        joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
+    group += tl.program_id(1) * (HEADS * W // 32)
+    store_quantized(joined, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, Q * W, MANY)
 
 
 @triton.jit
@@ -245,8 +253,8 @@ def merge_two(
 
 @triton.jit
 def gate_rows(
-    both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, facts, halves, F: tl.constexpr, M: tl.constexpr,
-    GELU: tl.constexpr, QUANT: tl.constexpr, FACTS: tl.constexpr,
+    both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, spans, halves, F: tl.constexpr, M: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
     row = tl.program_id(0).to(tl.int64)
@@ -262,10 +270,7 @@ def gate_rows(
         inner = gate
     y = gate * up / (1.0 + tl.exp(-inner))
     if QUANT:
-        store_quantized(
-            y, in_range, group, xq + row * F, xs + row * (F // 32), xsum16 + row * (F // 16), xsum32 + row * (F // 32),
-            facts + row * 2, halves + row * 2, FACTS,
-        )  # fmt: skip
+        store_quantized(y, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, F, MANY)
     else:
         tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
 

@@ -270,7 +270,7 @@ class DecodeSteps:
                 bucket.normed, exchange, sent,
             )  # fmt: skip
             both = bucket.both[:, : 2 * part.feed_forward]
-            inner = _narrow(bucket.inner, part.feed_forward)
+            inner = bucket.inner.narrowed(part.feed_forward)
             _quantised(part.gate_up).multiply_quantized(bucket.normed, both)
             step_ops.gate(both, spec.activation, inner)
             sent = self._multiply_and_send(part.down, inner, bucket)
@@ -307,7 +307,7 @@ class DecodeSteps:
             projected, part.qkv_bias, norms, bucket.angles[facts.rope], spec.norm_epsilon, bucket.state.positions,
             table, table.stride(0), query, place, part.query_heads, part.kv_heads,
         )  # fmt: skip
-        attended = _narrow(bucket.attended, part.query_heads * width)
+        attended = bucket.attended.narrowed(part.query_heads * width)
         step_ops.attend_cached(
             query, place, table, bucket.state.positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
             bucket.splits[key], attended,
@@ -325,19 +325,6 @@ class DecodeSteps:
 def _check(failed: int) -> None:
     if failed:
         raise WorkerLostError("a peer did not take part in a decode step within two minutes")
-
-
-def _narrow(rows: QuantizedRows, width: int) -> QuantizedRows:
-    """A buffer of rows used for rows of `width`, contiguous."""
-    batch = rows.codes.shape[0]
-
-    def part(tensor: Tensor, columns: int) -> Tensor:
-        return tensor.view(-1)[: batch * columns].view(batch, columns)
-
-    return QuantizedRows(
-        part(rows.codes, width), part(rows.scales, width // 32), part(rows.sums_16, width // 16),
-        part(rows.sums_32, width // 32), rows.facts, rows.halves,
-    )  # fmt: skip
 
 
 def _quantised(matrix: object) -> QuantMatrix:

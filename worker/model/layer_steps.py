@@ -25,7 +25,7 @@ from ..kernels.quant_planes import Planes
 from ..kernels.step_ops import Exchange, SplitBuffers, StepState
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
-from .decode_steps import BUCKETS, DEEP_CONTEXT, MOST_STEPS, SPLITS, StepResult, _narrow, _quantised, _rows
+from .decode_steps import BUCKETS, DEEP_CONTEXT, MOST_STEPS, SPLITS, StepResult, _quantised, _rows
 from .device_decoder import DeviceDecoder, _groups
 from .steps import Work
 
@@ -332,7 +332,7 @@ class LayerSteps:
             projected, part.qkv_bias, norms, bucket.angles[facts.rope], spec.norm_epsilon, positions, table,
             table.stride(0), query, place, heads, part.kv_heads,
         )  # fmt: skip
-        attended = _narrow(room.attended, heads * width)
+        attended = room.attended.narrowed(heads * width)
         step_ops.attend_cached(
             query, place, table, positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
             room.splits[heads, width], attended,
@@ -343,7 +343,7 @@ class LayerSteps:
         """One part's columns of the feed-forward block, to `share` [B, D]."""
         columns = 2 * part.feed_forward
         both = room.both.view(-1)[: bucket.size * columns].view(bucket.size, columns)
-        inner = _narrow(room.inner, part.feed_forward)
+        inner = room.inner.narrowed(part.feed_forward)
         _quantised(part.gate_up).multiply_quantized(bucket.normed, both)
         step_ops.gate(both, self._spec.activation, inner)
         _quantised(part.down).multiply_quantized(inner, share)

@@ -1,0 +1,116 @@
+"""The CUDA source of batches, run by g++ on fresh random data against its plain twin. One line a check.
+
+The kernel's own text with `cuda_on_host.h` for the instructions: this finds a wrong index, place or mask, memory read
+beyond a tensor, a whole number that f16 would round; not what the real instructions take for granted. Needs
+TRITON_INTERPRET=1, for the activations.
+"""
+
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gearshift.tests.worker.test_quant_planes import random_rows
+from gearshift.worker.kernels import batch_source, quant_ops
+from gearshift.worker.kernels.exchange import MOST_ROWS
+from gearshift.worker.kernels.quant_ops import QuantizedRows
+from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
+
+HEADER = Path(__file__).with_name("cuda_on_host.h")
+INSTRUCTIONS = (
+    "half_bits", "add_halves", "mma32", "mma16", "mma_halves", "stream_two", "stream_part", "stream_half",
+)  # fmt: skip
+ENTRY = """
+static const void* tensors[10];
+static int numbers[8];
+static void call() {
+  multiply_batch((const unsigned char*)tensors[0], (const unsigned*)tensors[1], (const unsigned*)tensors[2],
+                 (const unsigned*)tensors[3], (const signed char*)tensors[4], (const float*)tensors[5],
+                 (const unsigned short*)tensors[6], (float*)tensors[7], numbers[0], numbers[1], numbers[2], numbers[3],
+                 (unsigned long long* const*)tensors[8], (const int*)tensors[9], numbers[4], numbers[5], numbers[6],
+                 numbers[7]);
+}
+extern "C" void launch(unsigned grid, unsigned threads, const void** pointers, const long* sizes, const int* values) {
+  memcpy(tensors, pointers, sizeof(tensors));
+  memcpy(numbers, values, sizeof(numbers));
+  ranges.clear();
+  for (int i = 0; i < 7; i++) ranges.push_back({(const char*)pointers[i], sizes[i]});
+  run_grid(grid, threads, call);
+}
+"""
+RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns from the third on
+# rows, columns, batch, tile, blocks: rows and spans that do not come out even, tiles in turn, several blocks
+SHAPES = [(50, 1024, 16, (1, 3, 2), 2), (40, 512, 9, (2, 2, 1), 1), (17, 256, 2, (1, 8, 2), 4)]
+RAGGED_SHAPES = [(37, 448, 3, (1, 8, 2), 2), (20, 576, 16, (1, 2, 1), 1)]  # columns end within a span
+
+
+def compiled(text: str, folder: str) -> ctypes.CDLL:
+    for name in INSTRUCTIONS:
+        text, found = re.subn(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", "", text, flags=re.DOTALL)
+        assert found == 1, name
+    with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=folder, delete=False) as file:
+        file.write(f'#include "{HEADER}"\n{text}{ENTRY}')
+    library = f"{file.name}.so"
+    subprocess.run(["g++", "-O1", "-w", "-shared", "-fPIC", "-o", library, file.name], check=True, timeout=120)
+    return ctypes.CDLL(library)
+
+
+def product(
+    library: ctypes.CDLL, planes: Planes, x: QuantizedRows, tile: tuple[int, int, int], blocks: int
+) -> torch.Tensor:
+    out = torch.full((x.rows, planes.rows + 3), float("nan"))
+    inboxes = torch.zeros(RANKS, 2, RANKS, MOST_ROWS, planes.rows + 5, 2, dtype=torch.int32)  # value and number
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    sequence = torch.arange(40, 40 + MOST_ROWS, dtype=torch.int32)
+    tensors = [planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.spans, x.halves, out]
+    tensors += [addresses, sequence]
+    threads = 32 * batch_source.warps_of(planes.columns, tile[1])
+    library.launch(
+        min(blocks, -(-planes.rows // (16 * tile[0]))), threads,
+        (ctypes.c_void_p * 10)(*[tensor.data_ptr() for tensor in tensors]),
+        (ctypes.c_long * 10)(*[tensor.nbytes for tensor in tensors]),
+        (ctypes.c_int * 8)(
+            out.stride(0), planes.rows, x.rows, planes.columns // 64, FIRST, planes.rows + 5, RANKS, RANK
+        ),
+    )  # fmt: skip
+    assert out[:, planes.rows :].isnan().all(), "something was written beyond the result"
+    wanted = torch.zeros_like(inboxes)
+    for row in range(x.rows):
+        number = int(sequence[row]) + 1
+        for peer in (0, 2):
+            words = wanted[peer, number % 2, RANK, row, FIRST : FIRST + planes.rows]
+            words[:, 0], words[:, 1] = out[row, : planes.rows].view(torch.int32), number
+    assert torch.equal(inboxes, wanted), "the other ranks were told something else"
+    return out[:, : planes.rows]
+
+
+def check(
+    name: str, rows: int, columns: int, batch: int, tile: tuple[int, int, int], blocks: int, folder: str
+) -> float:
+    form = FORMATS[name]
+    library = compiled(batch_source.source(form, tile, -(-batch // 8), columns % batch_source.SPAN == 0), folder)
+    planes = from_gguf(name, torch.from_numpy(random_rows(name, rows, columns, rows + batch)))
+    used = quant_ops.quantize(100 * torch.randn(batch, columns + 320))  # what lies beyond must not matter
+    x = quant_ops.quantize(torch.randn(batch, columns) * torch.logspace(-1, 1, columns), used.narrowed(columns))
+    wanted = x.expanded(torch.float64) @ dequantize(planes).double().T
+    return float((product(library, planes, x, tile, blocks).double() - wanted).norm() / wanted.norm())
+
+
+def main() -> int:
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sorted(FORMATS):
+            for shape in SHAPES + (RAGGED_SHAPES if FORMATS[name].block_columns == 32 else []):
+                error = check(name, *shape, folder)
+                right = error < 1e-6
+                bad += not right
+                print(name, *shape, "right" if right else "wrong", error, flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
