@@ -73,7 +73,7 @@ def test_steps_through_the_stages_have_buffers_for_the_parts_of_a_stage() -> Non
     case = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),), batch=16)
     narrow = model_spec([layer_spec(16, 4, 512, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")
     found = [working(spec, place(spec, 2), 0, replace(case, max_chunk_tokens=16)).standing for spec in (narrow, SPEC)]
-    # A column of the feed-forward block: gate and up in f32 for each of 31 rows; int8 for one row, and four times for 16.
+    # A column of the feed-forward block: gate and up in f32 for 31 rows; int8 for one row, and four times for 16.
     assert found[1] - found[0] == (2048 - 512) * (31 * 8 + 1.5 + 4 * 18.25)
 
 

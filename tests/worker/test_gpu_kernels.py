@@ -23,7 +23,7 @@ import sys
 card = int(sys.argv[1])
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import exchange_triton, quant_triton, step_triton
+from gearshift.worker.kernels import exchange_triton, parcel_triton, quant_triton, step_triton
 from gearshift.worker.kernels.quant_planes import FORMATS
 
 def source(kernel, types, constants):
@@ -71,6 +71,11 @@ def sources():
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",
         out_stride="i32", inboxes="*i64", data_at="i32", flags_at="i32", sequence="*i32", failed="*i32"),
         dict(BLOCKS=32, PADDED=32, RANKS=4, RANK=1, ROWS=16))
+    parcels = dict.fromkeys(("arena", "slots", "parcel", "weights", "verdicts"), "*i64") | {"salt": "i64"}
+    parcels |= dict.fromkeys(("slot_words", "first_block", "first_word", "words", "number"), "i32")
+    yield source(parcel_triton.pack_blocks, parcels, dict(WIDTH=1021, TILE=4096))
+    yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=True))
+    yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=False))
 
 print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for each in sources()))
 """
@@ -133,6 +138,10 @@ def test_products_of_many_rows_are_right_when_a_compiler_for_the_host_runs_their
     if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
         pytest.skip("needs g++")
     run(["-m", "gearshift.tests.worker.batch_kernel_on_host"], TRITON_INTERPRET="1")
+
+
+def test_parcels_by_kernels_are_those_of_plain_torch_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.parcel_kernel_checks"], TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("card", CARDS)
