@@ -5,7 +5,7 @@ columns in int8. A warp takes 256 columns at a time (a *span*, the K types' bloc
 scale: types whose scales are whole numbers stay in whole numbers to the span's end, one multiply-add a sum, and
 floats come in once a span. Mins and zero points need sums of activations only: one `mma` a span in f16, exact where
 factors are whole, as sums of 16 codes are below 2048. For 16 rows of activations a span of 16 matrix rows takes 366
-instructions of a warp (Q4_K: 2,368 bytes) or 631 (Q6_K: 3,360 bytes), where a scale a 32 columns took 570 and 874.
+instructions of a warp (Q4_K: 2,368 bytes) or 632 (Q6_K: 3,360 bytes), where a scale a 32 columns took 570 and 874.
 
 What bounds this is how much memory is asked for ahead: a warp loads its next span, of the next tile of rows too,
 before it multiplies the one it holds. So blocks stay and take one tile of matrix rows after another. Warps of a block
