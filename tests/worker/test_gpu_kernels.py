@@ -44,7 +44,7 @@ def sources():
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
     for ranks, parts in ((4, 1), (1, 2)):
         yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32", normed="*bf16",
-            xq="*i8", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
+            xq="*i8", halves="*fp16", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
             dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=True, RANKS=ranks, RANK=0, ROWS=16, MANY=True,
                  SENT=False, COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
@@ -59,12 +59,13 @@ def sources():
         epsilon="fp32", positions="*i32", table="*i64", table_stride="i32", query="*bf16", query_stride="i32",
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
         dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
-    yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8"),
+    yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
         dict(Q=16, W=128, SPLITS=64, WINDOW=0, HEADS=2, MANY=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
-    yield source(step_triton.gate_rows, dict(both_stride="i32", out="*bf16", out_stride="i32", xq="*i8"),
+    yield source(step_triton.gate_rows, dict(both_stride="i32", out="*bf16", out_stride="i32", xq="*i8",
+        halves="*fp16"),
         dict(F=7168, M=8, GELU=True, QUANT=True, MANY=True))
     yield source(step_triton.best_of_block, dict(stride="i32", first_id="i32", scale="fp32"),
         dict(V=64128, BLOCK=2048, BLOCKS=32))
