@@ -23,7 +23,8 @@ from .step_triton import (
     rotate_and_store,
 )
 
-MERGE_WARPS = 0
+MERGED_TOGETHER = 16  # splits, in `attend_merge`
+MERGE_WARPS = 4
 SUM_WARPS = 4
 GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
 BEST_BLOCK = 2048  # logits a program of `best_of_block`
@@ -171,8 +172,8 @@ def attend_cached(
     heads = max(1, SPAN // width) if rows > 1 else 1  # of a program
     attend_merge[rows, triton.cdiv(query_heads, heads)](
         buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=query_heads, W=width,
-        SPLITS=splits, WINDOW=window, HEADS=heads, MANY=rows > 1,
-        num_warps=MERGE_WARPS or _warps_for(splits * heads * width // 4),
+        SPLITS=splits, WINDOW=window, HEADS=heads, TOGETHER=min(splits, MERGED_TOGETHER), MANY=rows > 1,
+        num_warps=MERGE_WARPS,
     )  # fmt: skip
 
 

@@ -188,41 +188,37 @@ def attend_split(
 @triton.jit
 def attend_merge(
     sums, greatest, weights, positions, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, MANY: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """The splits of HEADS of the Q query heads joined, as int8. Grid (rows, Q / HEADS)."""
+    """The splits of HEADS of the Q query heads joined, as int8. Grid (rows, Q / HEADS).
+
+    TOGETHER splits at once, and only those that there are: a short context has few.
+    """
     row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
     group = tl.arange(0, HEADS * W // 32)
     column = tl.arange(0, 32)
+    head = tl.program_id(1) * HEADS + group // (W // 32)
+    in_range = head < Q
+    inside = (group % (W // 32))[:, None] * 32 + column[None, :]
     first_block, all_blocks, each = _share_of_blocks(tl.load(positions + row) + 1, SPLITS, WINDOW)
-    there = first_block + s * each < all_blocks  # all loads go out together: none waits for another's result
-    if HEADS == 1:
-        head = tl.program_id(1)
-        at = (row * Q + head) * SPLITS + s
-        top = tl.load(greatest + at, mask=there, other=float("-inf"))
-        counts = tl.load(weights + at, mask=there, other=0.0)
-        where = at[:, None, None] * W + group[None, :, None] * 32 + column[None, None, :]
-        parts = tl.load(sums + where, mask=there[:, None, None], other=0.0)
-        best = tl.max(top, 0)
-        share = tl.where(top == float("-inf"), 0.0, tl.exp(top - best))
-        weight = tl.sum(share * counts, 0)
-        joined = tl.sum(parts * share[:, None, None], 0)
-        joined = joined / tl.where(weight > 0, weight, 1.0)
-        in_range = group >= 0
-    else:  # the same for the heads of all groups
-        head = tl.program_id(1) * HEADS + group // (W // 32)
-        in_range = head < Q
-        ok = there[:, None] & in_range[None, :]
-        at = (row * Q + head)[None, :] * SPLITS + s[:, None]
-        top = tl.load(greatest + at, mask=ok, other=float("-inf"))
-        counts = tl.load(weights + at, mask=ok, other=0.0)
-        where = at[:, :, None] * W + ((group % (W // 32))[:, None] * 32 + column[None, :])[None]
-        parts = tl.load(sums + where, mask=ok[:, :, None], other=0.0)
-        share = tl.where(top == float("-inf"), 0.0, tl.exp(top - tl.max(top, 0)[None, :]))
-        weight = tl.sum(share * counts, 0)
-        joined = tl.sum(parts * share[:, :, None], 0)
-        joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
+    best = tl.full([HEADS * W // 32], float("-inf"), tl.float32)
+    weight = tl.zeros([HEADS * W // 32], tl.float32)
+    joined = tl.zeros([HEADS * W // 32, 32], tl.float32)
+    for done in range(0, SPLITS, TOGETHER):
+        if first_block + done * each < all_blocks:
+            s = done + tl.arange(0, TOGETHER)
+            ok = (first_block + s * each < all_blocks)[:, None] & in_range[None, :]
+            at = (row * Q + head)[None, :] * SPLITS + s[:, None]
+            top = tl.load(greatest + at, mask=ok, other=float("-inf"))
+            counts = tl.load(weights + at, mask=ok, other=0.0)
+            parts = tl.load(sums + at[:, :, None] * W + inside[None], mask=ok[:, :, None], other=0.0)
+            new_best = tl.maximum(best, tl.max(top, 0))
+            share = tl.where(ok, tl.exp(top - new_best[None, :]), 0.0)
+            shrink = tl.where(best == float("-inf"), 0.0, tl.exp(best - new_best))
+            weight = weight * shrink + tl.sum(share * counts, 0)
+            joined = joined * shrink[:, None] + tl.sum(parts * share[:, :, None], 0)
+            best = new_best
+    joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
     group += tl.program_id(1) * (HEADS * W // 32)
     store_quantized(joined, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, Q * W, MANY)
 
