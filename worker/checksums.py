@@ -23,11 +23,11 @@ def mixed(number: int) -> int:
 
 
 def salt_of(*facts: int) -> int:
-    """A 64-bit number of what a transfer is, never 0 in practice."""
+    """A signed 64-bit number of what a transfer is, never 0 in practice."""
     salt = 0
     for fact in facts:
         salt = mixed(salt ^ fact)
-    return salt
+    return _signed(salt)
 
 
 def _signed(number: int) -> int:
@@ -38,24 +38,25 @@ class Checksums:
     """Computes and compares them on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._weights = torch.tensor([_signed(mixed(column) | 1) for column in range(WIDTH)], device=device)
+        self.weights = torch.tensor([_signed(mixed(column) | 1) for column in range(WIDTH)], device=device)
+        """Of the columns: int64 [WIDTH]."""
 
     def of(self, data: Tensor, salt: int) -> Tensor:
         """int64 [1] on the data's device. `data`: flat uint8, a multiple of 8 bytes long, aligned to 8."""
         words = data.view(torch.int64)
         rows = words.numel() // WIDTH
-        total = torch.full((1,), _signed(salt), dtype=torch.int64, device=data.device)
+        total = torch.full((1,), salt, dtype=torch.int64, device=data.device)
         if rows:
-            total += (words[: rows * WIDTH].view(rows, WIDTH).sum(0) * self._weights).sum()
+            total += (words[: rows * WIDTH].view(rows, WIDTH).sum(0) * self.weights).sum()
         rest = words[rows * WIDTH :]
         if len(rest):
-            total += (rest * self._weights[: len(rest)]).sum()
+            total += (rest * self.weights[: len(rest)]).sum()
         return total
 
     def seal(self, parcel: Tensor, salt: int) -> None:
         """Put the checksum of all before into the last `CHECKSUM_BYTES` bytes."""
         parcel[-CHECKSUM_BYTES:].view(torch.int64).copy_(self.of(parcel[:-CHECKSUM_BYTES], salt))
 
-    def holds(self, parcel: Tensor, salt: int) -> Tensor:
-        """bool [1] on the device: whether a sealed parcel arrived as it was sent. Does not wait for the device."""
-        return parcel[-CHECKSUM_BYTES:].view(torch.int64) == self.of(parcel[:-CHECKSUM_BYTES], salt)
+    def off(self, parcel: Tensor, salt: int) -> Tensor:
+        """int64 [1] on the device: 0 where a sealed parcel arrived as it was sent. Does not wait for the device."""
+        return self.of(parcel[:-CHECKSUM_BYTES], salt) - parcel[-CHECKSUM_BYTES:].view(torch.int64)

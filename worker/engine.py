@@ -6,7 +6,7 @@ logits, and the sampler's rank (the last) gathers them and tells everybody the c
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,14 +72,21 @@ class Engine:
         if chunk_of_stage and self._rank > 0 and (chunk := chunk_of_stage[self._rank - 1]) is not None:
             self._links.pipeline.post_receive((len(chunk.tokens), self._spec.hidden), torch.float32)
 
-    def stage_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:
-        """This stage's layers over a chunk; the result goes to the next stage. Returns f32 [T, D]."""
+    def stage_chunk(
+        self, chunk: Chunk, output: TickOutput, groups: Sequence[Sequence[int]], written: Callable[[], None]
+    ) -> Tensor:
+        """This stage's layers over a chunk, in `groups`; the result goes to the next stage. Returns f32 [T, D].
+
+        `written` is called behind each group; on a GPU the device may still be at work on it then.
+        """
         started = time.monotonic()
         hidden_TD = self._embed(chunk.tokens) if self._rank == 0 else self._links.pipeline.receive()
         self._settle()
         received = time.monotonic()
         segments = [self._segment(chunk)]
-        hidden_TD = self._decoder.layers(hidden_TD, self._placement.stages[self._rank], Layout.LAYER, segments)
+        for layers in groups:
+            hidden_TD = self._decoder.layers(hidden_TD, layers, Layout.LAYER, segments)
+            written()
         if self._rank < self._last:
             self._links.pipeline.send(hidden_TD)
         self._settle()

@@ -4,7 +4,7 @@ Bundle (s, r) is one block of 64 tokens: [layer of stage s][KV head of rank r][K
 are made once; nothing is copied to change layout but the bundles that change rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,10 +63,12 @@ class KvStore:
         self.arena = ledger.allocate("kv", (slots, slot_bytes), torch.uint8, device)
         held = {(stage, rank) for stage in range(placement.ranks)} | {(rank, part) for part in range(placement.ranks)}
         self.bundle_bytes: dict[Bundle, int] = {}
+        self._layer_bytes: dict[tuple[Bundle, int], tuple[int, int]] = {}
         self._regions: dict[tuple[Bundle, int], Region] = {}
         for stage, part in held:
             self.bundle_bytes[stage, part] = bundles.bundle_bytes(spec, placement, stage, part, kv_format)
             for region in bundles.regions(spec, placement, stage, part, kv_format):
+                self._layer_bytes[(stage, part), region.layer] = region.first_byte, region.end_byte
                 self._regions[(stage, part), region.layer] = self._region(region)
 
     def _region(self, region: bundles.LayerRegion) -> Region:
@@ -90,6 +92,12 @@ class KvStore:
     def region(self, bundle: Bundle, layer: int) -> Region:
         """Where a layer's rows of a bundle lie; for kernels that write and read them in place."""
         return self._regions[bundle, layer]
+
+    def layer_bytes(self, bundle: Bundle, layers: Sequence[int]) -> tuple[int, int]:
+        """(first, end) of the bytes in a bundle's slots that some of its layers have, which follow one another."""
+        if not layers:
+            return 0, 0
+        return self._layer_bytes[bundle, layers[0]][0], self._layer_bytes[bundle, layers[-1]][1]
 
     def append(self, bundle: Bundle, layer: int, run: SlotRun, start: int, key_THK: Tensor, value_THV: Tensor) -> None:
         """Store rows of consecutive positions from `start` on."""
@@ -129,12 +137,3 @@ class KvStore:
         keys, values = run.blocks(region.keys, count), run.blocks(region.values, count)
         for head in range(keys.shape[1]):
             yield head, keys[:, head].flatten(0, 1)[:tokens], values[:, head].flatten(0, 1)[:tokens]
-
-    def take_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int, into: Tensor) -> None:
-        """Whole bundles of blocks [first, end) into a flat uint8 tensor of just their bytes."""
-        bundles_of_slots = self.arena[:, : self.bundle_bytes[bundle]]
-        torch.index_select(bundles_of_slots, 0, run.index[first:end], out=into.view(end - first, -1))
-
-    def put_blocks(self, bundle: Bundle, run: SlotRun, first: int, end: int, data: Tensor) -> None:
-        """The inverse of `take_blocks`."""
-        self.arena[run.index[first:end], : self.bundle_bytes[bundle]] = data.view(end - first, -1)

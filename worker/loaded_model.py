@@ -30,9 +30,10 @@ from .faults import FaultHooks
 from .kv import KvStore
 from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes
 from .model.decoder import Decoder
+from .moves import MovesUnderWay
 from .requests import OpenRequests
 from .sampling import Sampler, is_plain_greedy
-from .shift import MovesUnderWay, Shifter
+from .shift import Shifter
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
 
@@ -115,7 +116,7 @@ class LoadedModel:
         moves = self.shifter.start_moves(tick.moves)
         posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
-        moves.join(self._run_chunks(tick, output))
+        self._run_chunks(tick, moves, output)
         for batch in tick.decode:
             self.engine.decode(batch, output)
         computed = time.monotonic()
@@ -130,21 +131,22 @@ class LoadedModel:
             tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
         )
 
-    def _run_chunks(self, tick: RunTick, output: TickOutput) -> MovesUnderWay:
+    def _run_chunks(self, tick: RunTick, moves: MovesUnderWay, output: TickOutput) -> None:
         """Chunks through their layers, then their heads; what they have written last is on its way meanwhile."""
+        late = self.shifter.late_moves(tick.late_moves, moves)
         hidden_TD: Tensor | None = None
         tensor_TD: Tensor | None = None
         if tick.chunk_of_stage and (mine := tick.chunk_of_stage[self.rank]) is not None:
-            hidden_TD = self.engine.stage_chunk(mine, output)
+            groups = late.groups(mine, self.load.placement.stages[self.rank])
+            hidden_TD = self.engine.stage_chunk(mine, output, groups, late.written)
         if tick.tensor_chunk is not None:
             tensor_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
-        late_moves = self.shifter.start_moves(tick.late_moves)
+        late.send_rest()
         if (leaving := finished_chunk(tick.chunk_of_stage)) is not None:
             is_last = self.rank == self.load.placement.ranks - 1
             self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)
         if tick.tensor_chunk is not None:
             self.engine.finish_chunk(tick.tensor_chunk, tensor_TD, Layout.TENSOR, output)
-        return late_moves
 
 
 def _layouts(tick: RunTick) -> set[Layout]:

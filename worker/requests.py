@@ -1,6 +1,7 @@
 """What a worker knows of each open request: where its KV lies, in which layout it runs, and its last token."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -9,8 +10,15 @@ from ..proto.ids import Layout, Rank, RequestId
 from ..proto.kv import BundleTable
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
-from ..proto.reports import DamagedMove
 from .kv import Bundle, SlotRun
+from .parcels import Verdicts
+
+
+class Answer(Protocol):
+    """What the ranks tell each other before a commit, on its way."""
+
+    def is_damaged(self) -> bool:
+        """Whether any rank saw damage. On a GPU this waits for the moves."""
 
 
 @dataclass(slots=True)
@@ -19,8 +27,9 @@ class ShiftInProgress:
 
     to: Layout
     slots: dict[Bundle, SlotRun]
+    verdicts: Verdicts
     in_place: bool = False  # its slots hold the other layout's bundles until they change places
-    checked: list[tuple[DamagedMove, torch.Tensor]] = field(default_factory=list)  # each with bool [1]: arrived as sent
+    answer: Answer | None = None  # of all ranks, whether what came is as it was sent; None: to be asked for
     move_seconds: float = 0.0
     received_bytes: int = 0
     weight_bytes: int = 0  # received by migrations that count as part of this shift

@@ -9,37 +9,43 @@ that do not fit twice, has no such way back: there each exchange is checked befo
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..proto.commands import CommitShift, HashKv, Move, PrepareShift
 from ..proto.errors import ProtocolError
-from ..proto.ids import Layout, Rank
+from ..proto.ids import Rank
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
-from ..proto.reports import DamagedMove, KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared
-from .checksums import CHECKSUM_BYTES, Checksums, salt_of
+from ..proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared
 from .faults import FaultHooks
-from .kv import Bundle, KvStore, SlotRun
+from .kv import KvStore
 from .links.errors import LinkFailedError
-from .links.kv_moves import MoveHandle
 from .links.open import Links
+from .moves import WHOLE, Lane, LateMoves, Mover, MovesUnderWay, Piece
+from .parcels import Parcels, Verdicts
 from .requests import OpenRequests, RequestState, ShiftInProgress
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A receive under way: where its bundles belong, and the buffer they come into, with their checksum."""
-
-    shift: ShiftInProgress
-    move: Move
-    bundle: Bundle
-    parcel: Tensor
-
-
 SWAP_ATTEMPTS = 3
+
+
+class RanksAnswer:
+    """How many ranks saw damage, on its way to the host."""
+
+    def __init__(self, total: Tensor) -> None:
+        """`total`: f32 [1]. To be made on the stream that computes it."""
+        self._total, self._came = total, None
+        if total.device.type == "cuda":
+            self._total = torch.empty(1, pin_memory=True)
+            self._total.copy_(total, non_blocking=True)
+            self._came = torch.cuda.current_stream().record_event()
+
+    def is_damaged(self) -> bool:
+        """Whether any did. On a GPU this waits for the moves."""
+        if self._came is not None:
+            self._came.synchronize()
+        return self._total.item() != 0
 
 
 class Shifter:
@@ -49,8 +55,9 @@ class Shifter:
         self, placement: Placement, rank: Rank, kv: KvStore, links: Links, requests: OpenRequests, faults: FaultHooks
     ) -> None:
         self._placement, self._rank, self._kv, self._links, self._requests = placement, rank, kv, links, requests
-        self._faults = faults
-        self._checksums = Checksums(kv.arena.device)
+        self._faults, self._device = faults, kv.arena.device
+        self._lane, self._parcels = Lane(self._device), parcels_of(kv.arena)
+        self._mover = Mover(placement, rank, kv, self._parcels, links.kv, faults)
 
     def prepare(self, command: PrepareShift) -> ShiftPrepared:
         """Check and note the target table; nothing collective happens."""
@@ -67,78 +74,74 @@ class Shifter:
             declined = f"out of memory: {error}"
         if declined is not None:
             return ShiftPrepared(self._rank, command.request, accepted=False, reason=declined)
-        state.shift = ShiftInProgress(command.to, slots, command.in_place)
+        state.shift = ShiftInProgress(command.to, slots, Verdicts(self._device), command.in_place)
         return ShiftPrepared(self._rank, command.request, accepted=True)
 
     def abandon(self, state: RequestState) -> None:
         state.shift, state.void = None, False
 
-    def start_moves(self, moves: Sequence[Move]) -> "MovesUnderWay":
+    def start_moves(self, moves: Sequence[Move]) -> MovesUnderWay:
         """Post this rank's sends and receives of a tick's moves; they run beside the tick's computing.
 
         Those in place are made at once: what comes may only be put where something left once all has come.
         """
+        under_way = MovesUnderWay(self._lane)
         swaps = [move for move in moves if self._shift_of(move).in_place]
         if swaps:
             self._swap(swaps)
-        return self._start([move for move in moves if move not in swaps])
+        if len(swaps) < len(moves):
+            self._start([move for move in moves if move not in swaps], WHOLE, under_way)
+        return under_way
+
+    def late_moves(self, moves: Sequence[Move], under_way: MovesUnderWay) -> LateMoves:
+        """Nothing is posted yet. What will be is over with the tick's other moves.
+
+        On a GPU the ranks tell each other at once what came of it, beside the head and the sampler.
+        """
+
+        def all_started() -> None:
+            if self._lane.is_beside:
+                with self._lane.entered():
+                    for shift in {move.request: self._shift_of(move) for move in moves}.values():
+                        shift.answer = self._ask(shift.verdicts)
+
+        return LateMoves(moves, lambda piece: self._start(moves, piece, under_way), all_started)
+
+    def _start(self, moves: Sequence[Move], piece: Piece, under_way: MovesUnderWay) -> None:
+        started = time.monotonic()
+        with self._lane.entered():
+            exchange = self._mover.start(self._concerned(moves), piece)
+            if self._lane.is_beside:
+                exchange.complete()
+        under_way.add(exchange, started)
+
+    def _concerned(self, moves: Sequence[Move]) -> list[tuple[Move, RequestState, ShiftInProgress]]:
+        concerned = [(move, self._requests[move.request], self._shift_of(move)) for move in moves]
+        for _, _, shift in concerned:
+            shift.answer = None
+        return concerned
 
     def _swap(self, moves: Sequence[Move]) -> None:
         """Bundles change places, on all ranks or none. Damaged bytes are sent again; a link that goes on so is lost."""
+        started, concerned = time.monotonic(), self._concerned(moves)
         for _ in range(SWAP_ATTEMPTS):
-            exchange = self._start(moves)
-            checked = exchange.wait_and_check()
-            if self._all_arrived(checked):
-                exchange.put()
-                return
-        raise LinkFailedError(f"bytes of a shift in place arrived damaged {SWAP_ATTEMPTS} times")
+            with self._lane.entered():
+                exchange, verdicts = self._mover.start(concerned), Verdicts(self._device)
+                exchange.check(verdicts)
+                if not self._ask(verdicts).is_damaged():
+                    exchange.put()
+                    break
+        else:
+            raise LinkFailedError(f"bytes of a shift in place arrived damaged {SWAP_ATTEMPTS} times")
+        self._lane.join()
+        for shift in exchange.shifts.values():
+            shift.move_seconds += time.monotonic() - started
 
     def _shift_of(self, move: Move) -> ShiftInProgress:
         shift = self._requests[move.request].shift
         if shift is None or shift.to is not move.to:
             raise ProtocolError(f"request {move.request} has no shift to the {move.to} layout prepared")
         return shift
-
-    def _start(self, moves: Sequence[Move]) -> "MovesUnderWay":
-        started = time.monotonic()
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        arrivals: list[Arrival] = []
-        for move in moves:
-            state, shift = self._requests[move.request], self._shift_of(move)
-            for source, target, bundle in self._transfers(move):
-                if source == self._rank:
-                    sends.append((target, self._take(state.slots[bundle], bundle, move)))
-                elif target == self._rank:
-                    parcel = self._parcel(bundle, move)
-                    receives.append((source, parcel))
-                    arrivals.append(Arrival(shift, move, bundle, parcel))
-        handle = self._links.kv.start(sends, receives)
-        return MovesUnderWay(self._kv, [handle], arrivals, self._checksums, started if moves else None)
-
-    def _parcel(self, bundle: Bundle, move: Move) -> Tensor:
-        blocks = move.end_block - move.first_block
-        return self._kv.arena.new_empty(blocks * self._kv.bundle_bytes[bundle] + CHECKSUM_BYTES)
-
-    def _take(self, run: SlotRun, bundle: Bundle, move: Move) -> Tensor:
-        """A copy of the blocks with their checksum, ready to be sent."""
-        parcel = self._parcel(bundle, move)
-        self._kv.take_blocks(bundle, run, move.first_block, move.end_block, parcel[:-CHECKSUM_BYTES])
-        self._checksums.seal(parcel, _salt(move, bundle))
-        self._faults.moves(move.request, parcel)
-        return parcel
-
-    def _transfers(self, move: Move) -> list[tuple[int, int, Bundle]]:
-        """(source rank, target rank, bundle) of one move, in the same order on every rank, empty bundles left out."""
-        transfers = []
-        for part in range(self._placement.ranks):
-            bundle = (move.stage, part)
-            concerns_me = self._rank in bundle
-            if part == move.stage or not concerns_me or not self._kv.bundle_bytes[bundle]:
-                continue
-            source, target = (move.stage, part) if move.to is Layout.TENSOR else (part, move.stage)
-            transfers.append((source, target, bundle))
-        return transfers
 
     def commit(self, command: CommitShift) -> ShiftCommitted | ShiftDamaged:
         """Switch the layout, and the source's slots are no longer this request's; or stay, when any rank saw damage.
@@ -149,10 +152,10 @@ class Shifter:
         shift = state.shift
         if shift is None or shift.to is not command.to:
             raise ProtocolError(f"request {command.request} has no shift to the {command.to} layout prepared")
-        checked, shift.checked = shift.checked, []
-        if not self._all_arrived(checked):
+        if self._is_damaged(shift):
             state.void = True
-            damaged = tuple(move for move, arrived in checked if not arrived.item())
+            damaged = shift.verdicts.damaged_moves()
+            shift.verdicts, shift.answer = Verdicts(self._device), None
             return ShiftDamaged(self._rank, command.request, command.to, damaged)
         state.layout, state.slots, state.shift, state.void = command.to, shift.slots, None, False
         exposed = time.monotonic() - state.sampled_at_seconds if state.sampled_at_seconds else 0.0
@@ -161,12 +164,20 @@ class Shifter:
             kv_bytes=shift.received_bytes, weight_bytes=shift.weight_bytes,
         )
 
-    def _all_arrived(self, checked: Sequence[tuple[DamagedMove, Tensor]]) -> bool:
-        """Whether every rank's parcels arrived as they were sent. On a GPU this waits for the moves."""
-        device = self._kv.arena.device
-        flags = [arrived for _, arrived in checked] or [torch.ones(1, dtype=torch.bool, device=device)]
-        damaged = (~torch.cat(flags)).any().to(torch.float32).view(1)
-        return self._links.tensor.all_reduce(damaged).item() == 0
+    def _is_damaged(self, shift: ShiftInProgress) -> bool:
+        """Whether anything arrived changed on any rank: they may have told each other already. Waits for the moves."""
+        if shift.answer is None:
+            with self._lane.entered():
+                shift.answer = self._ask(shift.verdicts)
+        return shift.answer.is_damaged()
+
+    def _ask(self, verdicts: Verdicts) -> RanksAnswer:
+        """What all ranks found, collective. Inside the lane: on a GPU behind the moves and beside all else."""
+        damaged = verdicts.damaged()
+        if not self._lane.is_beside:
+            return RanksAnswer(self._links.tensor.all_reduce(damaged))
+        self._links.kv.add_up(damaged)
+        return RanksAnswer(damaged)
 
     def hash_kv(self, command: HashKv) -> KvHashed:
         """Digests over the rows as stored, in position order, keys then values, of every copy of a head held."""
@@ -181,54 +192,13 @@ class Shifter:
         return KvHashed(self._rank, command.request, tuple(digests))
 
 
-class MovesUnderWay:
-    """A tick's transfers between their start and the tick's end."""
+def parcels_of(arena: Tensor) -> Parcels:
+    """The quickest way there is to pack them on the arena's device."""
+    if arena.device.type != "cuda":
+        return Parcels(arena)
+    from .device_parcels import DeviceParcels  # late: its kernels need a GPU's compiler
 
-    def __init__(
-        self, kv: KvStore, handles: list[MoveHandle], arrivals: list[Arrival], checksums: Checksums,
-        started: float | None,
-    ) -> None:
-        """`started`: monotonic clock; None where nothing moves."""
-        self._kv, self._handles, self._arrivals, self.started = kv, handles, arrivals, started
-        self._checksums = checksums
-
-    def join(self, later: "MovesUnderWay") -> None:
-        """Those that started later in the same tick are finished with these."""
-        self._handles += later._handles
-        self._arrivals += later._arrivals
-        self.started = later.started if self.started is None else self.started
-
-    def finish(self) -> None:
-        """Wait (bounded), check what arrived and put it into its slots. What the check says is read at the commit."""
-        checked = self.wait_and_check()
-        for arrival, found in zip(self._arrivals, checked, strict=True):
-            arrival.shift.checked.append(found)
-        self.put()
-
-    def wait_and_check(self) -> list[tuple[DamagedMove, Tensor]]:
-        """Of each arrival, what it is, and bool [1] on the device: whether it is as it was sent."""
-        for handle in self._handles:
-            handle.wait()
-        return [
-            (
-                DamagedMove(*arrival.bundle, arrival.move.first_block, arrival.move.end_block),
-                self._checksums.holds(arrival.parcel, _salt(arrival.move, arrival.bundle)),
-            )
-            for arrival in self._arrivals
-        ]
-
-    def put(self) -> None:
-        """Into the slots."""
-        for arrival in self._arrivals:
-            move, bundle, data = arrival.move, arrival.bundle, arrival.parcel[:-CHECKSUM_BYTES]
-            self._kv.put_blocks(bundle, arrival.shift.slots[bundle], move.first_block, move.end_block, data)
-            arrival.shift.received_bytes += data.numel()
-        for shift in {id(arrival.shift): arrival.shift for arrival in self._arrivals}.values():
-            shift.move_seconds += time.monotonic() - (self.started or time.monotonic())
-
-
-def _salt(move: Move, bundle: Bundle) -> int:
-    return salt_of(move.request, *bundle, move.first_block, move.end_block)
+    return DeviceParcels(arena)
 
 
 def _digest(keys: Tensor, values: Tensor) -> str:

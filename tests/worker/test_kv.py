@@ -10,6 +10,7 @@ from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 from gearshift.worker.kv import KvStore, SlotRun
 from gearshift.worker.memory import MemoryLedger
+from gearshift.worker.parcels import Parcels, Place
 
 CPU = torch.device("cpu")
 TOLERANCE = {KvType.F32: 0.0, KvType.F16: 2e-3, KvType.BF16: 2e-2, KvType.Q8_0: 3e-2}
@@ -70,9 +71,10 @@ def test_blocks_taken_from_one_rank_and_put_on_another_are_the_same_bits() -> No
             heads = region.keys.shape[1]
             source.append(bundle, layer, here, 0, torch.randn(192, heads, 32), torch.randn(192, heads, 32))
             moved = layer
-    data = source.arena.new_empty(2 * source.bundle_bytes[bundle])
-    source.take_blocks(bundle, here, 1, 3, data)
-    target.put_blocks(bundle, there, 1, 3, data)
+    first, end = source.layer_bytes(bundle, [layer for owner, layer in source._regions if owner == bundle])
+    assert (first, end) == (0, source.bundle_bytes[bundle])
+    parcel = Parcels(source.arena).pack(Place(here, 1, 3, first, end), 7)
+    Parcels(target.arena).put(Place(there, 1, 3, first, end), parcel)
     for (_, sent_keys, sent_values), (_, keys, values) in zip(
         source.raw_rows(bundle, moved, here, 192), target.raw_rows(bundle, moved, there, 192), strict=True
     ):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .throttle import Throttle
-from .waiting import named_errors, wait_for
+from .waiting import finish, named_errors, wait_for
 
 
 class MoveHandle:
@@ -26,6 +26,7 @@ class MoveHandle:
     ) -> None:
         """`arrived` returns when a slow link would have brought it all; None: it is as fast as it is."""
         self._works = list(works)
+        self._under_way = bool(self._works)
         self._keep = list(keep)  # the backend reads and writes them until the end
         self._what = what
         self._timeout_seconds = timeout_seconds
@@ -34,16 +35,24 @@ class MoveHandle:
         self.seconds = 0.0
         """From the start to the end of `wait`; 0.0 before."""
 
-    def wait(self) -> None:
-        """Until all of it has arrived and left (bounded). A second call does nothing."""
-        if not self._works:
-            return
+    def order(self) -> None:
+        """What this stream does from here on comes after them: on CUDA at once, on the CPU that is a wait.
+
+        A slow link is not waited for.
+        """
         for work in self._works:
             wait_for(work, self._timeout_seconds, self._what)
-        if self._arrived is not None:
-            self._arrived()
         self._works.clear()
         self._keep.clear()
+
+    def wait(self) -> None:
+        """Until all of it has arrived and left (bounded; on CUDA `order`). A second call does nothing."""
+        if not self._under_way:
+            return
+        self._under_way = False
+        self.order()
+        if self._arrived is not None:
+            self._arrived()
         self.seconds = time.perf_counter() - self._begun
 
 
@@ -59,6 +68,7 @@ class KvMoves:
         self._size = size
         self._timeout_seconds = timeout_seconds
         self._throttle = throttle
+        self._busy_until = 0.0  # a slow link, by the throttle's clock
 
     def start(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -80,14 +90,25 @@ class KvMoves:
         keep = [tensor for _, tensor in (*wanted, *given)]
         return MoveHandle(works, keep, what, self._timeout_seconds, self._arrived(wanted, given))
 
+    def add_up(self, number: Tensor) -> None:
+        """The sum over all ranks into `number` itself, behind all moves started before. Collective.
+
+        On CUDA it goes its way beside what other streams do.
+        """
+        if self._group is not None:
+            what = f"a sum of rank {self._rank} behind its KV moves"
+            finish(lambda: dist.all_reduce(number, group=self._group, async_op=True), self._timeout_seconds, what)
+
     def _arrived(
         self, wanted: Sequence[tuple[int, Tensor]], given: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None] | None:
-        """On a slow link: until the larger of what comes and what goes is through, both ways at once."""
+        """On a slow link: until the larger of what comes and goes is through, both ways at once, behind all before."""
         if self._throttle is None:
             return None
         byte_count = max(sum(tensor.nbytes for _, tensor in way) for way in (wanted, given))
-        return partial(self._throttle.wait_until, self._throttle.arrival(byte_count))
+        begins = max(self._busy_until, self._throttle.arrival(0))
+        self._busy_until = begins + self._throttle.seconds(byte_count)
+        return partial(self._throttle.wait_until, self._busy_until)
 
     def _check(self, peer: int, tensor: Tensor) -> None:
         if peer == self._rank or not 0 <= peer < self._size:

@@ -217,4 +217,5 @@ def _warm(links: Links, device: torch.device, spoilt: frozenset[tuple[int, int]]
     links.tensor.broadcast(ones, root=size - 1)
     links.tensor.gather(ones, root=size - 1, widths=[size] * size)
     check_pairs(links.kv, links.pipeline, links.tensor, rank, size, device, spoilt)
+    links.kv.add_up(ones)
     links.tensor.barrier()
