@@ -160,8 +160,8 @@ class Move(Struct, frozen=True):
 class RunTick(Command, frozen=True):
     """One entry of the work log.
 
-    Order inside a tick: moves start, chunk and tensor chunk through their layers, late moves start, head and sampler
-    for what has left the last stage, decode, moves end, frees.
+    Order inside a tick: moves start, chunk and tensor chunk through their layers, late moves start (some layers' as
+    soon as the chunk has passed these), head and sampler for what has left the last stage, decode, moves end, frees.
     """
 
     sequence: int

@@ -198,12 +198,12 @@ class ShiftPrepared(Report, frozen=True):
 
 
 class ShiftCommitted(Report, frozen=True):
-    """`exposed_seconds`: from the moves' last wait that work had to stand still for, see worker/shift.py."""
+    """`exposed_seconds` is what the answer waited for: decode steps may begin behind the commit."""
 
     request: RequestId
     to: Layout
     seconds: float  # time spent on moves, hidden or not
-    exposed_seconds: float  # from the last sampled token to the end of the last move
+    exposed_seconds: float  # from the sampling of the first token to the commit
     kv_bytes: int  # received by this rank
     weight_bytes: int
 

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from .checksums import salt_of
 from .kernels import parcel_ops
 from .kv import SlotRun
 from .parcels import Parcels, Place
 
 WORD_BYTES = 8
+SOME_SALT = salt_of(0)  # the compiler tells wide numbers from narrow ones
 
 
 class DeviceParcels(Parcels):
@@ -23,8 +25,8 @@ class DeviceParcels(Parcels):
             return
         slot = SlotRun.of((0,), self._words.device)
         place = Place(slot, 0, 1, 0, self._words.shape[1] * WORD_BYTES)
-        parcel, verdicts = self.pack(place, 0), self._words.new_zeros(1)
-        self.check(place, parcel, 0, verdicts, 0)
+        parcel, verdicts = self.pack(place, SOME_SALT), self._words.new_zeros(1)
+        self.check(place, parcel, SOME_SALT, verdicts, 0)
         self.put(place, parcel)
 
     def pack(self, place: Place, salt: int) -> Tensor:
@@ -38,7 +40,7 @@ class DeviceParcels(Parcels):
         self._unpack(place, parcel, salt, verdicts, number, put=False)
 
     def put(self, place: Place, parcel: Tensor) -> None:
-        self._unpack(place, parcel, 0, self._words.new_empty(1), 0, put=True)
+        self._unpack(place, parcel, SOME_SALT, self._words.new_empty(1), 0, put=True)
 
     def check_and_put(self, place: Place, parcel: Tensor, salt: int, verdicts: Tensor, number: int) -> None:
         self._unpack(place, parcel, salt, verdicts, number, put=True)

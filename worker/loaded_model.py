@@ -142,6 +142,8 @@ class LoadedModel:
         if tick.tensor_chunk is not None:
             tensor_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
         late.send_rest()
+        if tick.late_moves and hidden_TD is None and tensor_TD is None:
+            moves.take_in()
         if (leaving := finished_chunk(tick.chunk_of_stage)) is not None:
             is_last = self.rank == self.load.placement.ranks - 1
             self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)

@@ -33,7 +33,7 @@ class Lane:
     """Where moves run: beside the work on CUDA, on a stream of their own; on the CPU, in turn with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @property
     def is_beside(self) -> bool:
@@ -189,6 +189,11 @@ class MovesUnderWay:
         """Posted at `started`."""
         self._exchanges.append(exchange)
         self.started = started if self.started is None else self.started
+
+    def take_in(self) -> None:
+        """All but what was sent last, on a rank that has to wait for the sender anyway."""
+        for exchange in self._exchanges[:-1]:
+            exchange.complete()
 
     def finish(self) -> None:
         """What comes behind it in the log comes behind the moves: on the CPU they are over (bounded)."""

@@ -22,7 +22,7 @@ import sys
 card = int(sys.argv[1])
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import exchange_triton, quant_triton, step_triton
+from gearshift.worker.kernels import exchange_triton, parcel_triton, quant_triton, step_triton
 from gearshift.worker.kernels.quant_planes import FORMATS
 
 def source(kernel, types, constants):
@@ -69,6 +69,11 @@ def sources():
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",
         out_stride="i32", inboxes="*i64", data_at="i32", flags_at="i32", sequence="*i32", failed="*i32"),
         dict(BLOCKS=32, PADDED=32, RANKS=4, RANK=1, ROWS=16))
+    parcels = dict.fromkeys(("arena", "slots", "parcel", "weights", "verdicts"), "*i64") | {"salt": "i64"}
+    parcels |= dict.fromkeys(("slot_words", "first_block", "first_word", "words", "number"), "i32")
+    yield source(parcel_triton.pack_blocks, parcels, dict(WIDTH=1021, TILE=4096))
+    yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=True))
+    yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=False))
 
 print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for each in sources()))
 """
@@ -117,6 +122,10 @@ def run(arguments: list[str], **variables: str) -> str:
 
 def test_products_over_planes_are_right_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.quant_kernel_checks"], TRITON_INTERPRET="1")
+
+
+def test_parcels_by_kernels_are_those_of_plain_torch_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.parcel_kernel_checks"], TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("card", CARDS)
