@@ -306,7 +306,7 @@ class Scheduler:
     def _next_tick(self) -> RunTick | None:
         """The next tick, if there is work for one and few enough are outstanding."""
         outstanding = len(self._ticks)
-        if outstanding >= self._settings.ranks + 2:
+        if outstanding >= self._settings.ranks + 2 or any(session.holds_ticks for session in self._open.values()):
             return None
         sessions = self.weights.ready(list(self._open.values()))
         chunks_left = self._pipeline.is_due or any(session.has_chunk for session in sessions)

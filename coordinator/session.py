@@ -213,6 +213,15 @@ class Session:
         return [Move(self.plan.request_id, self.target_layout, stage, first, end) for stage in range(self._ranks)]
 
     @property
+    def holds_ticks(self) -> bool:
+        """Its first chunk is in the log, and not all ranks have answered yet: they do so before they run that chunk.
+
+        Ticks built now could move nothing, and what is left then would be moved behind the first token.
+        """
+        streams = self.target is not None and self._swap_blocks is None and len(self._accepted) < self._ranks
+        return streams and self.phase is Phase.PREFILL and self.chunks_handed_out > 0
+
+    @property
     def unanswered(self) -> frozenset[Rank]:
         """Ranks that a shift waits for before the request can go on."""
         if self._commit is not None:

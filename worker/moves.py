@@ -23,7 +23,10 @@ from .links.kv_moves import KvMoves, MoveHandle
 from .parcels import Parcels, Place, Verdicts
 from .requests import RequestState, ShiftInProgress
 
-PIECES = 4  # of what a prompt's last chunk writes: the last leaves when the chunk is done, the others before
+# What a prompt's last chunk writes leaves in pieces, the last when the chunk is done and the others before: as many as
+# are each worth a stage's keys and values of so many blocks. Posting one takes the host longer than moving less.
+BLOCKS_A_PIECE = 4
+MOST_PIECES = 8
 
 Piece = tuple[int, int]  # (number, of how many)
 WHOLE: Piece = (0, 1)
@@ -159,6 +162,14 @@ class Mover:
         return transfers
 
 
+def _pieces(moves: Sequence[Move]) -> int:
+    """How many late moves are cut into: the same on all ranks."""
+    if not moves:
+        return 0
+    blocks = max(move.end_block - move.first_block for move in moves)
+    return min(max(1, blocks // BLOCKS_A_PIECE), MOST_PIECES)
+
+
 def piece_of(layers: Iterable[int], piece: Piece) -> list[int]:
     """A stage's layers cut evenly; perhaps none."""
     number, count = piece
@@ -217,7 +228,7 @@ class LateMoves:
         self._start, self._all_started = start, all_started
         # What a chunk under tensor parallelism writes is all written last: then all leaves behind all chunks.
         self._in_pieces = all(move.to is Layout.TENSOR for move in moves)
-        self._count = (PIECES if self._in_pieces else 1) if moves else 0
+        self._count = _pieces(moves) if self._in_pieces else 1
         self._started = 0
         self._follows = False
 

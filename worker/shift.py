@@ -58,7 +58,7 @@ class Shifter:
         self._faults, self._device = faults, kv.arena.device
         self._lane, self._parcels = Lane(self._device), parcels_of(kv.arena)
         self._mover = Mover(placement, rank, kv, self._parcels, links.kv, faults)
-        RanksAnswer(torch.zeros(1, device=self._device))  # its host memory is there before the first shift
+        RanksAnswer(Verdicts(self._device).damaged())  # what it needs is there before the first shift
 
     def prepare(self, command: PrepareShift) -> ShiftPrepared:
         """Check and note the target table; nothing collective happens."""

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from gearshift.coordinator import session as session_module
 from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
 from gearshift.coordinator.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, PrepareShift, RunTick
@@ -38,6 +39,44 @@ def test_moves_stream_beside_chunks_and_decode_follows_the_commit_at_once() -> N
     assert after[0].sequence == moving[-1] + 1
     assert after[0].decode
     assert len(moving) > 1, "moves are spread over ticks"
+
+
+def test_the_second_tick_waits_until_every_rank_has_said_that_it_can_shift() -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(320, 2, LAYER, TENSOR, chunk=64), 2))
+    run.send()
+    assert [tick.sequence for tick in run.group.ticks] == [0], "the first chunk is read meanwhile"
+    run.scheduler.shift_prepared(ShiftPrepared(Rank(1), RequestId(0), accepted=True))
+    run.send()
+    assert len(run.group.ticks) == 1
+    run.scheduler.shift_prepared(ShiftPrepared(Rank(0), RequestId(0), accepted=True))
+    run.send()
+    assert len(run.group.ticks) == 4
+    assert [move.stage for move in run.group.ticks[1].moves] == [0]
+
+
+def test_a_request_that_stays_where_it_is_waits_for_no_answer() -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(320, 2, LAYER, LAYER, chunk=64), 2))
+    run.send()
+    assert len(run.group.ticks) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
+def test_nothing_is_left_to_move_behind_the_first_token(
+    ranks: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few blocks a tick may move, as long as it is no fewer than a chunk writes."""
+    monkeypatch.setattr(session_module, "most_moved_blocks", lambda longest_chunk: longest_chunk // 64)
+    run = new_run(ranks)
+    run.scheduler.submit(plan(0, asked(64 * chunks, 2, LAYER, TENSOR, chunk=64), ranks))
+    run.finish()
+    last = next(tick for tick in run.group.ticks if tick.late_moves)
+    assert last.chunk_of_stage[-1] is not None
+    assert last.chunk_of_stage[-1].sample
+    assert run.group.log[run.group.log.index(last) + 1] == CommitShift(RequestId(0), TENSOR)
+    assert not any(tick.moves for tick in run.group.ticks if tick.sequence > last.sequence)
 
 
 def test_blocks_leave_in_the_tick_after_once_all_have_accepted() -> None:

@@ -27,6 +27,7 @@ from gearshift.tests.helpers.running_groups import RunningGroups
 VOCAB = 192
 PROMPTS = [1, 63, 64, 65, 128]  # around the edges of blocks of 64
 SHIFTS = [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.LAYER)]
+LONG = 8 * 64 + 30  # tokens whose keys and values leave in two pieces, where one chunk writes them
 CHUNK = Fixed((40,))  # full blocks leave while later chunks are read; edges of chunks and blocks differ
 MODELS = {
     "even": {"arch": "llama", "layers": 4, "heads": 4, "kv_heads": 4},
@@ -86,6 +87,25 @@ def test_keys_and_values_are_the_same_after_a_shift_and_no_weight_moves(
             assert result.shift.hashes_equal is True, (prefill, prompt)
             assert result.shift.weight_bytes == 0
             assert result.shift.kv_bytes == moved_bytes(spec, placement, KvFormat(kv_type, kv_type), prompt)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_long_chunk_leaves_in_pieces_while_it_is_read_and_arrives_whole(
+    groups: RunningGroups, model: Callable[[str], Path], workers: int
+) -> None:
+    path = model("uneven")
+    driver = groups.load(path, workers, kv_type=KvType.F16, context_tokens=LONG + 8, max_chunk_tokens=LONG)
+    spec, placement = placed(path, workers)
+    for sizes in ((LONG,), (100, LONG - 100)):
+        request = GenerationRequest(
+            random_ids(LONG), 3, GREEDY, prefill=Layout.LAYER, decode=Layout.TENSOR, chunk_rule=Fixed(sizes),
+            verify_shift=True,
+        )  # fmt: skip
+        result = answer(driver, request)
+        assert result.shift is not None
+        assert result.shift.hashes_equal is True, sizes
+        assert result.shift.kv_bytes == moved_bytes(spec, placement, KvFormat(KvType.F16, KvType.F16), LONG)
+        assert (result.prefill.chunks, result.warning) == (sizes, None)
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ class Log:
         )
 
 
-def to(layout: Layout, request: int = 3) -> Move:
-    return Move(RequestId(request), layout, 1, 0, 2)
+def to(layout: Layout, request: int = 3, blocks: int = 17) -> Move:
+    return Move(RequestId(request), layout, 1, 5, 5 + blocks)
 
 
 def test_a_piece_leaves_behind_each_group_of_the_chunk_that_writes_it() -> None:
@@ -198,6 +198,14 @@ def test_a_stage_of_few_layers_sends_what_is_left_behind_its_chunk() -> None:
         assert set(piece_of(range(8, 10), (len(log.told) - 1, 4))) <= written
     log.late.send_rest()
     assert log.told == ["1 of 4", "2 of 4", "3 of 4", "4 of 4", "all"]
+
+
+@pytest.mark.parametrize(("blocks", "pieces"), [(1, 1), (7, 1), (8, 2), (16, 4), (32, 8), (64, 8)])
+def test_a_longer_chunk_leaves_in_more_pieces(blocks: int, pieces: int) -> None:
+    log = Log(to(Layout.TENSOR, blocks=1), to(Layout.TENSOR, blocks=blocks))
+    assert len(log.late.groups(Chunk(REQUEST, 0, (1, 2)), range(16))) == pieces
+    log.late.send_rest()
+    assert len(log.told) == pieces + 1
 
 
 @pytest.mark.parametrize(
