@@ -23,7 +23,7 @@ from .step_triton import (
     rotate_and_store,
 )
 
-MERGED_TOGETHER = 16  # splits, in `attend_merge`
+MERGED_TOGETHER = 32  # splits, in `attend_merge`
 MERGE_WARPS = 4
 SUM_WARPS = 4
 GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
