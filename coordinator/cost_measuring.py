@@ -77,6 +77,22 @@ class Measurement:
         return [sum(both) for both in zip(layers, _slowest([one.tails for one in self.ranks]), strict=True)]
 
 
+def times_as_long(found: Measurement, known: Costs) -> tuple[float, ...]:
+    """What was found over what `known` says: of the plan's first chunk and first step, wherever both know them."""
+    now, then = _first_seconds(found.costs, found.plan), _first_seconds(known, found.plan)
+    return tuple(new / old for new, old in zip(now, then, strict=True) if new > 0 and old > 0)
+
+
+def _first_seconds(costs: Costs, plan: MeasuringPlan) -> list[float]:
+    """Of a chunk on each stage and under tensor parallelism, and of a step in each layout; 0: not known."""
+    (chunk, *_), ((cached, batch), *_) = plan.chunks, plan.steps
+    chunks = [*costs.stages, costs.tensor_prefill]
+    steps = [costs.decode_layer, costs.decode_tensor]
+    return [cost.seconds(*chunk) if cost else 0.0 for cost in chunks] + [
+        cost.seconds(batch, cached) if cost else 0.0 for cost in steps
+    ]
+
+
 def timed(
     plan: MeasuringPlan,
     ask: Callable[[MeasureCosts], tuple[CostsMeasured, ...]],

@@ -149,18 +149,21 @@ class Driver:
     def measure_costs(
         self, plan: MeasuringPlan | None = None, on_part: Callable[[str], None] | None = None
     ) -> Measurement:
-        """Time chunks, steps and links on all ranks, and plan with what they cost from now on. After `load`.
+        """As `measure`, and plan with what it found from now on."""
+        found = self.measure(plan or self.measuring_plan(), on_part)
+        self.use_costs(found.costs)
+        return found
+
+    def measure(self, plan: MeasuringPlan, on_part: Callable[[str], None] | None = None) -> Measurement:
+        """Time chunks, steps and links on all ranks. After `load`.
 
         With no request open: it writes over any slots, and what was kept is forgotten. `on_part` is told what begins.
         """
         self._scheduler.forget()
-        plan = plan or self.measuring_plan()
         kv_format = self._settings.kv_format
         by_rank = timed(plan, self._measured, on_part)
         shift_bytes = 0 if kv_format is None else shift_bytes_a_token(self._spec, self._placement, kv_format)
-        found = Measurement(plan, self._placement, by_rank, shift_bytes, self._spec.hidden)
-        self.use_costs(found.costs)
-        return found
+        return Measurement(plan, self._placement, by_rank, shift_bytes, self._spec.hidden)
 
     def _measured(self, command: MeasureCosts) -> tuple[CostsMeasured, ...]:
         return self._talk.ask(command, CostsMeasured, "measure costs")

@@ -44,6 +44,10 @@ class MeasuringPlan:
     host_copy_bytes: tuple[int, ...] = ()
     rounds: int = 1  # all of it so often; the best counts
 
+    def first_points(self) -> "MeasuringPlan":
+        """Its first chunk and step, to see whether costs still hold, and sums, to judge parts not at hand by."""
+        return MeasuringPlan(self.chunks[:1], self.tensor_chunks[:1], self.steps[:1], self.reduce_bytes)
+
     def commands(self) -> Iterator[tuple[str, MeasureCosts]]:
         """What is measured, in words, and the command for it: one after the other."""
         yield "chunks on each rank", MeasureCosts(chunks=self.chunks)

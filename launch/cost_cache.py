@@ -12,6 +12,7 @@ import msgspec
 
 from .. import __version__
 from ..coordinator.cost_files import read_cost_file, write_costs
+from ..coordinator.cost_measuring import times_as_long
 from ..coordinator.cost_model import Costs
 from ..coordinator.driver import Driver
 from ..coordinator.load_result import LoadResult
@@ -29,6 +30,8 @@ SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "OMP_NUM_THREADS
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
+
+MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
 
 Facts = dict[str, object]
 
@@ -56,19 +59,36 @@ class CostPlace:
 def settle_costs(
     driver: Driver, cluster: Gathered, placement: Placement, loaded: LoadResult, settings: GroupSettings
 ) -> CostPlace:
-    """Let the driver plan with the costs of this group: those kept from before, else measured now and kept.
+    """Let the driver plan with the costs of this group: those kept from before that hold, else measured now and kept.
 
     With `settings.measure` now in any case. A folder or file that is not as it should be is told, and no more.
     """
     facts = cost_facts(driver.spec, cluster, placement, loaded, settings, driver.measuring_plan())
     path = cost_path(facts)
-    if not settings.measure and (kept := read_kept(path, facts)) is not None:
+    kept = None if settings.measure else read_kept(path, facts)
+    if kept is not None and still_holds(kept, driver):
         note("costs of this group are known from before (--measure times them anew)")
         driver.use_costs(kept)
     else:
         note("measuring what this group's work costs (later starts take it from this one)")
         keep_costs(path, driver.measure_costs().costs, facts)
     return CostPlace(path, facts)
+
+
+def still_holds(kept: Costs, driver: Driver) -> bool:
+    """Whether no work is much quicker than these costs say, by a chunk and a step of each kind; if not, it is told.
+
+    Other work can only add to what is timed: where it is quicker now, the costs were measured, or learnt, beside some.
+    They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. What is slower is learnt.
+    """
+    ratios = times_as_long(driver.measure(driver.measuring_plan().first_points()), kept)
+    least, most = min(ratios, default=1.0), max(ratios, default=1.0)
+    if least < 1 / MOST_OFF:
+        note(f"measuring anew: work takes {least:.2f} times as long as the costs known from before say")
+        return False
+    if most > MOST_OFF:
+        note(f"work takes up to {most:.1f} times as long as the costs known from before say: is this machine busy?")
+    return True
 
 
 def cost_facts(

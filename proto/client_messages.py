@@ -6,13 +6,14 @@ of the server's own, told by `Accepted`, and that id names it from then on. What
 """
 
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from .generation_result import GenerationResult
 from .ids import Layout, RequestId
 from .reports import SampledToken
+from .sampling import MAX_BIASES
 
 
 class RefusalKind(StrEnum):
@@ -53,7 +54,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     penalty_window: int | None = None  # last tokens looked at; -1: all
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Meta(max_length=MAX_BIASES)] = ()
     seed: int | None = None
     logprobs: int = 0  # alternatives reported beside each token
 

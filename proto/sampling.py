@@ -6,6 +6,8 @@ from msgspec import Struct
 
 from .errors import InputError
 
+MAX_BIASES = 65_536  # tokens that one request may name; of a client's frame it is known before any is built
+
 
 class SamplingParameters(Struct, frozen=True):
     """temperature 0 is greedy. Ranges are checked by `validate`, once, at the edge."""
@@ -43,6 +45,8 @@ def validate(parameters: SamplingParameters, vocab: int) -> SamplingParameters:
             raise InputError(f"{field} must be between {low:g} and {high:g}, not {value}")
     if parameters.top_p == 0.0:
         raise InputError("top_p must be above 0; use temperature 0 for greedy")
+    if len(parameters.logit_bias) > MAX_BIASES:
+        raise InputError(f"logit_bias names {len(parameters.logit_bias)} tokens; at most {MAX_BIASES} can be")
     for token, bias in parameters.logit_bias:
         if not 0 <= token < vocab:
             raise InputError(f"logit_bias names token {token}; this model has tokens 0 to {vocab - 1}")

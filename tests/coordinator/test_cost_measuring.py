@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from gearshift.coordinator.cost_measuring import Measurement, best, joined
+from gearshift.coordinator.cost_measuring import Measurement, best, joined, times_as_long
 from gearshift.coordinator.measuring_plan import MIB, layer_values, measuring_plan
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
@@ -66,6 +66,21 @@ def test_a_stage_costs_its_layers_and_the_slowest_rank_counts_under_tensor() -> 
     assert costs.tensor_prefill is not None
     assert costs.tensor_prefill.per_token == pytest.approx(4 * a)  # half of each of 4 layers, at half the speed
     assert costs.tensor_prefill.per_chunk == pytest.approx(4 * (b + 2 * made_up.REDUCE_SECONDS))
+
+
+@pytest.mark.parametrize(("speeds", "cuts"), [((1.0, 1.0), (2,)), ((1.0, 0.5), (3,)), ((1.0, 1.0), (4,))])
+def test_the_first_points_alone_take_as_long_as_among_all(
+    speeds: tuple[float, ...], cuts: tuple[int, ...]
+) -> None:
+    known = measured(speeds, PLAN, cuts).costs
+    first = PLAN.first_points()
+    assert not any(command.transfer_bytes for _, command in first.commands())
+    ratios = times_as_long(measured(speeds, first, cuts), known)
+    assert ratios == pytest.approx([1.0] * len(ratios))
+    assert len(ratios) == (4 if 4 in cuts else 5), "a stage without layers says nothing"
+    slower = times_as_long(measured(tuple(speed / 2 for speed in speeds), first, cuts), known)
+    assert min(slower) > 1.8
+    assert max(slower) == pytest.approx(2.0)
 
 
 def test_a_step_in_the_layer_layout_is_its_stages_hops_and_tail() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
 from gearshift.coordinator.cost_files import costs_from_json, costs_to_json
+from gearshift.coordinator.cost_measuring import times_as_long
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import Layout
@@ -52,5 +53,8 @@ def test_costs_are_measured_whatever_the_cuts_and_answers_stay_the_same(
     assert costs.link.bytes_per_second > 1e6
     assert costs.to_tensor.per_token_seconds > 0 or load
     assert costs_from_json(costs_to_json(costs)) == costs
+    ratios = times_as_long(driver.measure(driver.measuring_plan().first_points()), costs)
+    assert len(ratios) == workers + 3 - sum(1 for stage in driver.placement.stages if not len(stage))
+    assert driver.costs == costs, "a look at them changes nothing"
     assert answer() == before
     assert driver.work_observed > 0

@@ -39,7 +39,8 @@ def test_a_trace_of_two_workers_adds_up_to_what_the_run_reports(groups: RunningG
     prefill = next(event for event in events if event.get("cat") == "prefill")
     assert prefill["dur"] / 1e6 == pytest.approx(result.prefill.seconds, abs=1e-6)
     phases = [event["cat"] for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert phases == ["policy", "queued", "prefill", "shift", "decode"]
+    # Commits that are heard together with the prompt's last report leave no time to be told as the shift's.
+    assert phases in (["policy", "queued", "prefill", *shift, "decode"] for shift in (["shift"], []))
     # All ranks' work lies between the coordinator's first and last word: their clocks are one.
     whole = [event for event in events if event["ph"] == "X"]
     begun = min(event["ts"] for event in whole if event["pid"] == 1)

@@ -77,6 +77,7 @@ class FakeRequest:
 class FakeGroup:
     """A `Group`. `declining` requests are declined by one rank; `silent` ranks never report a tick.
 
+    `measured_speeds` (by rank; none: 1) divide the times that are measured, not those of ticks.
     `damaging`: of these requests the first so many commits find bytes damaged on the way.
     """
 
@@ -93,6 +94,7 @@ class FakeGroup:
         damaging: Mapping[int, int] | None = None,
         silent: frozenset[int] = frozenset(),
         failing_after: int | None = None,
+        measured_speeds: tuple[float, ...] = (),
     ) -> None:
         self.ranks = ranks
         self.vocab, self.layers = vocab, layers
@@ -112,6 +114,7 @@ class FakeGroup:
         self._damaging = Counter(damaging or {})
         self._silent = silent
         self._failing_after = failing_after
+        self._measured_speeds = measured_speeds or (1.0,) * ranks
         self._reports: list[deque[AnyReport]] = [deque() for _ in range(ranks)]
         self._stages: tuple[Chunk | None, ...] = (None,) * ranks
         self._sampled = 0
@@ -141,7 +144,8 @@ class FakeGroup:
                     self._report(ModelLoaded(rank, 0.5, ComputeType.F32, kv_format, 100 + rank, 10))
             case MeasureCosts():
                 for rank in self._all():
-                    self._report(measured_costs(rank, self.ranks, self.layers, command))
+                    speed = self._measured_speeds[rank]
+                    self._report(measured_costs(rank, self.ranks, self.layers, command, speed))
             case ReportMemory():
                 for rank in self._all():
                     self._report(MemoryReported(rank, 1000, 900 + rank, 1100))

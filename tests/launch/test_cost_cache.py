@@ -9,13 +9,22 @@ import msgspec
 import pytest
 
 from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.cost_model import StepCost
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.load_result import LoadResult
 from gearshift.coordinator.one_request import generate
 from gearshift.launch import cost_cache
-from gearshift.launch.cost_cache import ENOUGH_OBSERVATIONS, CostPlace, cost_facts, cost_path, settle_costs
+from gearshift.launch.cost_cache import (
+    ENOUGH_OBSERVATIONS,
+    CostPlace,
+    cost_facts,
+    cost_path,
+    keep_costs,
+    read_kept,
+    settle_costs,
+)
 from gearshift.launch.options import GroupSettings, group_settings
 from gearshift.proto.commands import LinkOptions, MeasureCosts
 from gearshift.proto.ids import ComputeType, KvType, Layout, Rank
@@ -47,14 +56,15 @@ def settings(**changes: Any) -> GroupSettings:
     return replace(group_settings(workers=2, threads=1), **changes)
 
 
-def started(**changes: Any) -> tuple[Driver, bool, CostPlace]:
+def started(speeds: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> tuple[Driver, bool, CostPlace]:
     """A driver that has its costs, whether they were measured, and where they are kept. `changes`: of its settings."""
-    group = GroupOfWorkers(2, (200, 200), vocab=60)
+    group = GroupOfWorkers(2, (200, 200), vocab=60, measured_speeds=speeds)
     driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
     loaded = driver.load()
     place = settle_costs(driver, group, PLACEMENT, loaded, settings(**changes))
     assert driver.costs is not None
-    return driver, any(isinstance(command, MeasureCosts) for command in group.log), place
+    measured = any(isinstance(command, MeasureCosts) and command.transfer_bytes for command in group.log)
+    return driver, measured, place
 
 
 def test_the_second_start_of_a_group_measures_nothing_and_plans_with_the_same_costs(cache_of_its_own: Path) -> None:
@@ -64,6 +74,52 @@ def test_the_second_start_of_a_group_measures_nothing_and_plans_with_the_same_co
     second, measured, _ = started()
     assert not measured
     assert second.costs == first.costs
+
+
+@pytest.mark.parametrize("speeds", [(1.2, 1.2), (1.0, 1.2), (0.5, 0.5), (1.0, 0.5)])
+def test_costs_are_taken_where_no_work_is_much_quicker_than_they_say(
+    speeds: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, _ = started()
+    second, measured, place = started(speeds)
+    assert not measured
+    assert second.costs == first.costs
+    assert ("up to 2.0 times as long" in capsys.readouterr().err) == (min(speeds) < 0.8), "busy now: that is told"
+    assert read_kept(place.path, place.facts) == first.costs
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ((0.4, 0.4), (1.0, 1.0), "0.4"),  # measured beside other work, which has ended
+        ((0.5, 1.0), (1.0, 1.0), "0.5"),  # that slowed one rank alone
+        ((1.0, 1.0), (0.4, 2.0), "0.5"),
+    ],
+)
+def test_costs_measured_beside_other_work_are_measured_anew_once_that_has_ended(
+    then: tuple[float, ...], now: tuple[float, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, _ = started(then)
+    second, measured, _ = started(now)
+    assert measured
+    assert f"measuring anew: work takes {told}" in capsys.readouterr().err
+    assert second.costs != first.costs
+    third, measured, _ = started(now)
+    assert not measured
+    assert third.costs == second.costs
+
+
+def test_costs_learnt_beside_other_work_are_measured_anew_once_that_has_ended() -> None:
+    driver, _, place = started()
+    costs = driver.costs
+    assert costs is not None
+    assert costs.decode_tensor is not None
+    (batch, seconds), *more = costs.decode_tensor.seconds_of_batch
+    slow = StepCost(((batch, 1.5 * seconds), *more), costs.decode_tensor.per_cached_token)
+    assert keep_costs(place.path, replace(costs, decode_tensor=slow), place.facts)
+    second, measured, _ = started()
+    assert measured
+    assert second.costs == costs
 
 
 def test_it_is_measured_anew_where_that_is_asked_for() -> None:
@@ -159,8 +215,8 @@ def test_what_long_work_has_taught_is_kept_and_little_is_not() -> None:
     list(generate(driver, request))
     assert 0 < driver.work_observed < ENOUGH_OBSERVATIONS
     place.learn(driver)
-    assert started()[0].costs == kept
+    assert read_kept(place.path, place.facts) == kept
     while driver.work_observed < ENOUGH_OBSERVATIONS:
         list(generate(driver, request))
     place.learn(driver)
-    assert started()[0].costs == driver.costs != kept
+    assert read_kept(place.path, place.facts) == driver.costs != kept

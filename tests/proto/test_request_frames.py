@@ -1,5 +1,6 @@
 """Frames of clients that would become far more memory than they have bytes."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.proto import codec
-from gearshift.proto.client_messages import Generate
+from gearshift.proto.client_messages import Generate, Sampling
 from gearshift.proto.codec import MAX_CHAT_VALUES, decode_request, encode
-from gearshift.proto.errors import ProtocolError
+from gearshift.proto.errors import InputError, ProtocolError
+from gearshift.proto.sampling import MAX_BIASES, SamplingParameters, validate
 
 NUMBERS = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
 PLAIN = st.none() | NUMBERS | st.text(max_size=300)
@@ -30,6 +32,26 @@ def values(one: Any) -> int:
 def test_millions_of_empty_values_are_refused_before_they_are_built(field: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="more than 200000 values in messages, tools and template_options"):
         decode_request(encode(Generate(1, **field)))
+
+
+def test_millions_of_biases_are_refused_before_they_are_built() -> None:
+    frame = encode(Generate(1, sampling=Sampling(logit_bias=((1, 1),) * 2_000_000)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=r"length <= 65536 - at `\$.sampling.logit_bias`"):
+            decode_request(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_as_many_biases_as_may_be_are_taken_and_one_more_is_named() -> None:
+    most = SamplingParameters(logit_bias=tuple((token, 1.0) for token in range(MAX_BIASES)))
+    assert validate(most, MAX_BIASES) == most
+    request = Generate(1, sampling=Sampling(logit_bias=most.logit_bias))
+    assert decode_request(encode(request)) == request
+    with pytest.raises(InputError, match="logit_bias names 65537 tokens; at most 65536 can be"):
+        validate(SamplingParameters(logit_bias=((0, 1.0), *most.logit_bias)), MAX_BIASES)
 
 
 def test_long_texts_and_prompts_of_many_ids_are_taken() -> None:
