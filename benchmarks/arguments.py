@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from gearshift.launch.options import Device, GroupSettings, group_settings
+from gearshift.launch.settings.options import Device, GroupSettings, group_settings
 
 
 def group_parser(description: str | None) -> argparse.ArgumentParser:

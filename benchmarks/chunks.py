@@ -16,11 +16,11 @@ from typing import Any
 
 from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.coordinator.chunk_plan import Auto, ChunkRule, Fixed, Sqrt
-from gearshift.coordinator.cost_model import ChunkCost, fit
+from gearshift.coordinator.chunks.plan import Auto, ChunkRule, Fixed, Sqrt
+from gearshift.coordinator.costs.cost_model import ChunkCost, fit
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.trace import FIRST_RANK
-from gearshift.launch.bench_runs import (
+from gearshift.launch.bench.runs import (
     Combination,
     Spread,
     StretchCollector,
@@ -29,11 +29,11 @@ from gearshift.launch.bench_runs import (
     made_up_prompt,
     run_once,
 )
+from gearshift.launch.bench.timeline import devices_busy, rank_lines
 from gearshift.launch.commands.bench import on_cpu
-from gearshift.launch.options import layout_settings
 from gearshift.launch.report import chunks_text
-from gearshift.launch.session_setup import open_model, open_session
-from gearshift.launch.timeline import devices_busy, rank_lines
+from gearshift.launch.settings.options import layout_settings
+from gearshift.launch.start.session_setup import open_model, open_session
 from gearshift.proto.ids import Layout
 from gearshift.proto.reports import SpanKind
 

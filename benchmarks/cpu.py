@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gearshift.coordinator.chunk_plan import parse_chunk_rule
+from gearshift.coordinator.chunks.plan import parse_chunk_rule
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.coordinator.one_request import generate
-from gearshift.launch.local import local_cluster
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.placement.cuts import place

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.coordinator.chunk_plan import Auto, ChunkRule, Fixed
+from gearshift.coordinator.chunks.plan import Auto, ChunkRule, Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.coordinator.one_request import generate
-from gearshift.launch.local import local_cluster
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters

@@ -18,9 +18,9 @@ from typing import Any
 from gearshift.benchmarks.arguments import group_parser, settings_of
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.driver import Driver
-from gearshift.launch.bench_runs import Combination, made_up_prompt, run_once
-from gearshift.launch.options import layout_settings
-from gearshift.launch.session_setup import open_model, open_session
+from gearshift.launch.bench.runs import Combination, made_up_prompt, run_once
+from gearshift.launch.settings.options import layout_settings
+from gearshift.launch.start.session_setup import open_model, open_session
 from gearshift.proto.ids import Layout, WeightSource
 
 GOAL_OF_LINK_TIME = 1.3

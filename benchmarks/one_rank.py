@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import KvType, Layout, RequestId
 from gearshift.proto.kv import KvFormat, block_count
 from gearshift.proto.placement.bundles import held_bundles

@@ -11,8 +11,8 @@ import time
 import timeit
 
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.coordinator.chunk_plan import Auto, Limits, plan_chunks
-from gearshift.coordinator.cost_model import ChunkCost
+from gearshift.coordinator.chunks.plan import Auto, Limits, plan_chunks
+from gearshift.coordinator.costs.cost_model import ChunkCost
 
 PROMPTS = (128, 512, 2048, 8192, 32_768)
 SPEEDS = {

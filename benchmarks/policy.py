@@ -19,7 +19,7 @@ from typing import Any
 from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.driver import Driver
-from gearshift.launch.bench_runs import (
+from gearshift.launch.bench.runs import (
     AUTO,
     Combination,
     Spread,
@@ -33,8 +33,8 @@ from gearshift.launch.bench_runs import (
     turns,
 )
 from gearshift.launch.commands.bench import on_cpu
-from gearshift.launch.options import layout_settings
-from gearshift.launch.session_setup import open_model, open_session
+from gearshift.launch.settings.options import layout_settings
+from gearshift.launch.start.session_setup import open_model, open_session
 
 GOAL_REGRET = 0.02
 GOAL_PLAN_MS = 1.0

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.coordinator.chunk_plan import ChunkRule, parse_chunk_rule
-from gearshift.coordinator.cluster import Cluster
+from gearshift.coordinator.chunks.plan import ChunkRule, parse_chunk_rule
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.group.cluster import Cluster
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.coordinator.one_request import generate
-from gearshift.coordinator.speed_probe import ProbedShares, probe_shares
-from gearshift.launch.local import local_cluster
+from gearshift.coordinator.shares.speed_probe import ProbedShares, probe_shares
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.model import ModelSpec

@@ -39,26 +39,26 @@ from ..proto.reports import (
     WeightsMigrated,
     WorkerFailed,
 )
-from .chunk_plan import Limits
-from .clock_offsets import clock_offsets
-from .cluster import Group
-from .cost_measuring import Measurement, shift_bytes_a_token, timed
-from .cost_model import Costs
+from .chunks.plan import Limits
+from .costs.cost_model import Costs
+from .costs.known_costs import KnownCosts
+from .costs.measuring import Measurement, shift_bytes_a_token, timed
+from .costs.measuring_plan import MeasuringPlan, layer_values, measuring_plan
 from .driver_settings import DriverSettings, slots_of_ranks
 from .generation import Event, GenerationRequest, RequestPlan
-from .group_talk import GroupTalk
-from .known_costs import KnownCosts
-from .load_result import LoadResult
-from .measuring_plan import MeasuringPlan, layer_values, measuring_plan
-from .planning import GroupSnapshot, plan_request
-from .policy import journeys
+from .group.clock_offsets import clock_offsets
+from .group.cluster import Group
+from .group.load_result import LoadResult
+from .group.talk import GroupTalk
+from .policy.planning import GroupSnapshot, plan_request
+from .policy.policy import journeys
 from .request_stories import RequestStories
-from .scheduler import Scheduler
-from .shift_counts import ShiftCounts
-from .slots import SlotPool, zero_bundles
+from .residency.weight_keeper import WeightKeeper, weight_keeper
+from .residency.weight_prices import regret_now
+from .schedule.scheduler import Scheduler
+from .schedule.shift_counts import ShiftCounts
+from .schedule.slots import SlotPool, zero_bundles
 from .trace import Trace
-from .weight_keeper import WeightKeeper, weight_keeper
-from .weight_prices import regret_now
 
 LOST = (WorkerLostError, WorkerFailedError)  # what ends a group, and not the command where there is another group
 

@@ -6,9 +6,9 @@ from math import inf
 from ..proto.ids import ComputeType, Layout
 from ..proto.kv import KvFormat, block_count
 from ..proto.placement.plan import Placement
-from .policy import Journey, journeys
-from .scheduler import SchedulerSettings
-from .slots import slots_needed, zero_bundles
+from .policy.policy import Journey, journeys
+from .schedule.scheduler import SchedulerSettings
+from .schedule.slots import slots_needed, zero_bundles
 
 # Decode steps in a tick without chunks. A GPU's take some 2 ms, and what a tick costs its host is near 1 ms.
 LOOKAHEAD_STEPS = {"cpu": 4, "cuda": 8}

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from ..proto.errors import InputError, RequestFailedError
 from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.ids import Layout
-from .chunk_plan import Auto, ChunkRule
+from .chunks.plan import Auto, ChunkRule
 from .driver import Driver
 from .generation import FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent
-from .group_talk import POLL_SECONDS
+from .group.talk import POLL_SECONDS
 from .one_request import generate
 
 

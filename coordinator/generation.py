@@ -7,8 +7,8 @@ from ..proto.generation_result import GenerationResult, JourneyForecast
 from ..proto.ids import Layout, RequestId
 from ..proto.reports import LogitRows, SampledToken, Scores
 from ..proto.sampling import SamplingParameters
-from .chunk_plan import Auto, ChunkRule
-from .regret import Regret
+from .chunks.plan import Auto, ChunkRule
+from .residency.regret import Regret
 
 
 @dataclass(frozen=True, slots=True)

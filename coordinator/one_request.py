@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from ..proto.reports import SampledToken
 from .driver import LOST, Driver
 from .generation import Event, FinishedEvent, GenerationRequest, TokenEvent
-from .group_talk import POLL_SECONDS
+from .group.talk import POLL_SECONDS
 
 
 def generate(

@@ -8,13 +8,13 @@ from typing import assert_never
 
 from ..proto.generation_result import FinishReason
 from ..proto.ids import RequestId
-from .answer_length import AnswerLengths
 from .generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
-from .phase import Phase
+from .policy.answer_length import AnswerLengths
 from .results import RequestTimes, build_result
 from .resume import Continuations, can_resume
-from .scheduler_events import Ended, PromptRead, SchedulerEvent, Started
-from .session import Session
+from .schedule.events import Ended, PromptRead, SchedulerEvent, Started
+from .schedule.phase import Phase
+from .schedule.session import Session
 
 
 class RequestStories:

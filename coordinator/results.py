@@ -11,7 +11,7 @@ from ..proto.generation_result import (
     StageTimes,
 )
 from ..proto.ids import Layout, Rank
-from .session import Session
+from .schedule.session import Session
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from ..proto.generation_result import DecodeResult, FinishReason, GenerationResu
 from ..proto.ids import RequestId
 from ..proto.reports import SampledToken
 from .generation import GenerationRequest, TokenEvent
-from .phase import Phase
-from .session import Session
+from .schedule.phase import Phase
+from .schedule.session import Session
 
 
 def can_resume(request: GenerationRequest) -> bool:

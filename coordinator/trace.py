@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 from ..proto.ids import Layout, Rank, RequestId
 from ..proto.reports import AnyReport, Hello, ShiftCommitted, Span, SpanKind, TickFinished, WeightsMigrated
-from .clock_offsets import ClockOffset
 from .generation import RequestPlan, TokenEvent
-from .phase import Phase
-from .scheduler_events import Ended, PromptRead, SchedulerEvent, Started
+from .group.clock_offsets import ClockOffset
+from .schedule.events import Ended, PromptRead, SchedulerEvent, Started
+from .schedule.phase import Phase
 
 COORDINATOR = 1  # the process numbers of a trace: a viewer takes 0 for the system's own
 FIRST_RANK = 2

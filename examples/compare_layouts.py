@@ -13,8 +13,8 @@ from statistics import median
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.one_request import generate
-from gearshift.launch.options import Device, group_settings, layout_settings
-from gearshift.launch.session_setup import open_model, open_session
+from gearshift.launch.settings.options import Device, group_settings, layout_settings
+from gearshift.launch.start.session_setup import open_model, open_session
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters

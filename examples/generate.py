@@ -6,11 +6,11 @@
 import argparse
 
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.text_stream import TextStream
+from gearshift.coordinator.tokenizer.text_stream import TextStream
 from gearshift.launch.answer import follow
-from gearshift.launch.options import Device, group_settings, layout_settings
-from gearshift.launch.sampling_settings import choose_sampling
-from gearshift.launch.session_setup import open_model, open_session
+from gearshift.launch.settings.options import Device, group_settings, layout_settings
+from gearshift.launch.settings.sampling_settings import choose_sampling
+from gearshift.launch.start.session_setup import open_model, open_session
 
 
 def main() -> None:

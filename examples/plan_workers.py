@@ -5,8 +5,8 @@
 
 import argparse
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.errors import InputError
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import describe

@@ -6,7 +6,7 @@ from ..coordinator.chat.reasoning import ReasoningSplit
 from ..coordinator.driver import Driver
 from ..coordinator.generation import FinishedEvent, GenerationRequest
 from ..coordinator.one_request import generate
-from ..coordinator.text_stream import TextStream
+from ..coordinator.tokenizer.text_stream import TextStream
 from ..proto.errors import RequestFailedError
 from ..proto.generation_result import GenerationResult
 from ..proto.pieces import Piece, PieceKind

@@ -25,9 +25,9 @@ from .commands import (
     tokenize,
 )
 from .console import warn
-from .settings import told_unknown, unknown_variables
-from .signals import exit_on_signals
-from .user_folders import current_settings
+from .processes.signals import exit_on_signals
+from .settings.settings import told_unknown, unknown_variables
+from .settings.user_folders import current_settings
 
 SIGNAL_EXIT_CODES = 128  # a shell's habit: 128 + the number of the signal that ended a program
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..proto.errors import InputError, RequestFailedError
 from ..proto.ranges import LayerRange
 from .console import busy, note, stderr_console, warn
-from .options import GROUP_FLAGS, flags_named, parse_logit_bias
 from .prompts import PromptText, PromptTokens
-from .settings import SAMPLING_SETTINGS, Settings, Source
-from .user_folders import current_settings
+from .settings.options import GROUP_FLAGS, flags_named, parse_logit_bias
+from .settings.settings import SAMPLING_SETTINGS, Settings, Source
+from .settings.user_folders import current_settings
 
 if TYPE_CHECKING:
     from ..proto.client import Client
@@ -107,7 +107,7 @@ def _prompt(run: RemoteRun) -> dict[str, Any]:
 
 def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> None:
     from .answer import PlainText
-    from .chat_terminal import ChatTerminal
+    from .chat.terminal import ChatTerminal
 
     output = ChatTerminal() if run.chat else PlainText()
     with busy("waiting for the answer") as prompt_is_read, client.generate(**_prompt(run), **options) as answer:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from ..coordinator.device_memory import DeviceUse
+from ..coordinator.fit.device_memory import DeviceUse
 from ..proto.generation_result import FinishReason, GenerationResult, PrefillResult, ShiftFailure, ShiftResult
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken

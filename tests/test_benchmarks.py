@@ -7,10 +7,10 @@ import pytest
 from gearshift.benchmarks.chunks import busy, chunk_points, chunk_rules, ratio, rule_facts
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.benchmarks.policy import Cell, Chat, cells_table, chat_facts
-from gearshift.coordinator.chunk_plan import Auto, Fixed, Sqrt
-from gearshift.coordinator.cost_model import ChunkCost
+from gearshift.coordinator.chunks.plan import Auto, Fixed, Sqrt
+from gearshift.coordinator.costs.cost_model import ChunkCost
 from gearshift.coordinator.trace import Stretch
-from gearshift.launch.bench_runs import AUTO, Combination, TimedRun
+from gearshift.launch.bench.runs import AUTO, Combination, TimedRun
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.timed_runs import timed_run
 

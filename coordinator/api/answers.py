@@ -7,7 +7,7 @@ from ...proto.pieces import Piece, PieceKind
 from ...proto.reports import SampledToken
 from ..chat.reasoning import ReasoningSplit
 from ..generation import TokenEvent
-from ..text_stream import TextStream
+from ..tokenizer.text_stream import TextStream
 
 
 class Answer:

@@ -10,10 +10,10 @@ from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
 from ..chat.reasoning import ReasoningSplit, bytes_with_marks
-from ..chunk_plan import parse_chunk_rule
+from ..chunks.plan import parse_chunk_rule
 from ..generation import GenerationRequest
-from ..text_stream import TextStream, parse_stops
 from ..tokenizer import Tokenizer, check_token_ids
+from ..tokenizer.text_stream import TextStream, parse_stops
 from .service import Service
 
 USUAL_TOKEN_BYTES = 16  # texts shorter than this times the context are tokenised without a second look

@@ -46,7 +46,7 @@ from ...proto.errors import (
 from ...proto.generation_result import ShiftFailureKind
 from ...proto.ids import Layout, RequestId
 from ...proto.reports import MemoryReported
-from ..chunk_plan import parse_chunk_rule
+from ..chunks.plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
 from .answers import Answer

@@ -7,7 +7,7 @@ from typing import Protocol
 from ...proto.placement.plan import Placement
 from ...proto.reports import Hello
 from ...proto.sampling import SamplingParameters
-from ..load_result import LoadResult
+from ..group.load_result import LoadResult
 from ..tokenizer import Tokenizer
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import DoesNotFitError, InputError
-from .. import flags
 from ..console import note, stdout_console, warn
-from ..options import GROUP_FLAGS, Device, flags_named, group_settings, layout_settings
+from ..settings import flags
+from ..settings.options import GROUP_FLAGS, Device, flags_named, group_settings, layout_settings
 
 if TYPE_CHECKING:
-    from ..bench_runs import TimedRun
-    from ..options import LayoutSettings
-    from ..session_setup import RunningModel
+    from ..bench.runs import TimedRun
+    from ..settings.options import LayoutSettings
+    from ..start.session_setup import RunningModel
 
 EXAMPLES = """\
 gearshift bench demo --workers 2
@@ -105,7 +105,8 @@ def bench(
     Prompts are made up, fresh for every run. Progress goes to stderr.
     """
     arguments = locals()
-    from ..bench_tables import (
+    from ..bench.llama_bench import find_peer, run_peer
+    from ..bench.tables import (
         Bench,
         auto_line,
         bench_csv,
@@ -114,8 +115,7 @@ def bench(
         timeline_text,
         verdict_line,
     )
-    from ..llama_bench import find_peer, run_peer
-    from ..session_setup import open_model, open_session
+    from ..start.session_setup import open_model, open_session
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     layouts = layout_settings("auto", "auto", chunk)
@@ -169,7 +169,7 @@ def choose_sizes(prompt: int | None, answer: int | None, context: int, on_cpu: b
 def _timed(
     session: "RunningModel", layouts: "LayoutSettings", prompt: int, answer: int, repeats: int, seed: int
 ) -> "list[TimedRun]":
-    from ..bench_runs import collect_stretches, combinations, interleaved
+    from ..bench.runs import collect_stretches, combinations, interleaved
 
     driver = session.driver
     taken = combinations(session.placement.ranks, driver.settings.journeys)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InputError
-from .. import flags
 from ..console import note, stdout_console
-from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
-from ..user_folders import current_settings
+from ..settings import flags
+from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
+from ..settings.user_folders import current_settings
 
 EXAMPLES = """\
 gearshift calibrate demo --workers 2
@@ -52,10 +52,10 @@ def calibrate(
     The costs are kept: later starts of such a group take them instead of measuring.
     """
     arguments = locals()
-    from ...coordinator.cost_files import write_costs
-    from ..calibration import calibration_facts, calibration_tables
-    from ..cost_cache import cost_facts, cost_path, keep_costs
-    from ..session_setup import open_model, open_session, wish_context
+    from ...coordinator.costs.files import write_costs
+    from ..bench.calibration import calibration_facts, calibration_tables
+    from ..start.cost_cache import cost_facts, cost_path, keep_costs
+    from ..start.session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     target = None if out is None else _checked_target(out)

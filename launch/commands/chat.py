@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from ...proto.errors import InputError
-from .. import flags
-from ..chat_setup import first_messages, open_format, parse_template_options
+from ..chat.setup import first_messages, open_format, parse_template_options
 from ..console import note, warn
-from ..options import (
+from ..settings import flags
+from ..settings.options import (
     GROUP_FLAGS,
     SAMPLING_FLAGS,
     USUAL_RESTARTS,
@@ -16,8 +16,8 @@ from ..options import (
     layout_settings,
     parse_logit_bias,
 )
-from ..sampling_settings import choose_sampling
-from ..user_folders import current_settings
+from ..settings.sampling_settings import choose_sampling
+from ..settings.user_folders import current_settings
 
 EXAMPLES = """\
 gearshift chat demo --workers 2
@@ -79,12 +79,12 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D or /exit ends. Where standard input is no terminal, its lines are the messages.
     """
     arguments = locals()
-    from ...coordinator.text_stream import parse_stops
+    from ...coordinator.tokenizer.text_stream import parse_stops
     from ...proto.sampling import validate
-    from ..chat_backend import LocalChat
-    from ..chat_loop import HELP, converse
-    from ..chat_terminal import ChatTerminal
-    from ..session_setup import open_model, open_session, wish_context
+    from ..chat.backend import LocalChat
+    from ..chat.loop import HELP, converse
+    from ..chat.terminal import ChatTerminal
+    from ..start.session_setup import open_model, open_session, wish_context
 
     stops, options = parse_stops(stop), parse_template_options(template_option or ())
     first = first_messages(system, messages)
@@ -147,9 +147,9 @@ def _chat_remotely(
 ) -> None:
     """Talk with a group that runs already. `chosen` by setting name."""
     from ...proto.client import Client
-    from ..chat_loop import HELP, converse
-    from ..chat_remote import RemoteChat
-    from ..chat_terminal import ChatTerminal
+    from ..chat.loop import HELP, converse
+    from ..chat.remote import RemoteChat
+    from ..chat.terminal import ChatTerminal
     from ..connect import STILL_LOADING, settings_options
 
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import flags
 from ..console import stdout_console, warn
-from ..models import open_files
-from ..sampling_settings import model_values
-from ..settings import ModelValue, Settings, Source
-from ..user_folders import config_path, costs_folder, current_settings, logs_folder
+from ..settings import flags
+from ..settings.sampling_settings import model_values
+from ..settings.settings import ModelValue, Settings, Source
+from ..settings.user_folders import config_path, costs_folder, current_settings, logs_folder
+from ..start.models import open_files
 
 if TYPE_CHECKING:
     from rich.table import Table

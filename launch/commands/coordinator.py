@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import InputError
-from .. import flags
 from ..console import note, warn
-from ..options import (
+from ..settings import flags
+from ..settings.options import (
     GROUP_FLAGS,
     USUAL_RESTARTS,
     allowed_restarts,
@@ -18,18 +18,18 @@ from ..options import (
     group_settings,
     layout_settings,
 )
-from ..user_folders import current_settings
+from ..settings.user_folders import current_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from ...coordinator.api.service import ChatPrompter, Service
-    from ...coordinator.cluster import Cluster
-    from ...coordinator.fit_choice import ContextWish
+    from ...coordinator.fit.choice import ContextWish
+    from ...coordinator.group.cluster import Cluster
     from ...proto.channel import ClientListener
-    from ..options import GroupSettings, LayoutSettings
-    from ..session_setup import Opened, RunningModel
+    from ..settings.options import GroupSettings, LayoutSettings
+    from ..start.session_setup import Opened, RunningModel
 
 EXAMPLES = """\
 gearshift coordinator demo --workers 2 --listen tcp://127.0.0.1:5555
@@ -110,8 +110,8 @@ def coordinator(
     arguments = locals()
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
-    from ..external import external_cluster
-    from ..session_setup import open_model, wish_context
+    from ..processes.external import external_cluster
+    from ..start.session_setup import open_model, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure, max_token_gap=max_token_gap)
     again = allowed_restarts(restarts, USUAL_RESTARTS)
@@ -147,7 +147,7 @@ def _serve(
     from ...coordinator.api.loading import EarlyCalls, Reception
     from ...coordinator.api.remote import RemoteApi
     from ...coordinator.api.server import Server
-    from ..session_setup import open_session
+    from ..start.session_setup import open_session
 
     early = EarlyCalls(opened.spec.name, __version__, context_wish.tokens, (layouts.prefill, layouts.decode))
     with Reception(listener, early) as reception, ExitStack() as stack:
@@ -169,7 +169,7 @@ def _serve(
 
 def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":
     """The model's chat template; without one (or with a broken one) the group serves text and ids alone."""
-    from ..chat_setup import open_format
+    from ..chat.setup import open_format
 
     try:
         return stack.enter_context(open_format(opened, None))
@@ -181,7 +181,7 @@ def _chat(opened: "Opened", stack: ExitStack) -> "ChatPrompter | None":
 def _service(opened: "Opened", session: "RunningModel", chat: "ChatPrompter | None") -> "Service":
     from ... import __version__
     from ...coordinator.api.service import Service
-    from ..sampling_settings import choose_sampling
+    from ..settings.sampling_settings import choose_sampling
 
     sampling = choose_sampling(opened.files.metadata)
     for warning in sampling.warnings:

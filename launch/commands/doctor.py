@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import flags
 from ..console import busy, stdout_console
-from ..diagnosis import Check, Verdict, diagnose
-from ..host_facts import HostFacts, gather
-from ..options import GroupSettings, LayoutSettings, group_settings, layout_settings
-from ..user_folders import current_settings, logs_folder
+from ..doctor.diagnosis import Check, Verdict, diagnose
+from ..doctor.host_facts import HostFacts, gather
+from ..settings import flags
+from ..settings.options import GroupSettings, LayoutSettings, group_settings, layout_settings
+from ..settings.user_folders import current_settings, logs_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...coordinator.model_files import ModelFiles
+    from ...coordinator.model.files import ModelFiles
 
 EXAMPLES = """\
 gearshift doctor
@@ -54,7 +54,7 @@ def doctor(
     as_json: flags.Json = False,
 ) -> None:
     """Check this machine: each line is OK or says what to do. Ends with 1 where there is a problem."""
-    from ..models import open_files
+    from ..start.models import open_files
 
     settings = group_settings(
         workers=workers,
@@ -89,10 +89,10 @@ def _fit(
     context_tokens: int | None,
     facts: HostFacts,
 ) -> Check:
-    from ...coordinator.model_spec import build_spec
+    from ...coordinator.model.spec import build_spec
     from ...proto.probe import ProbeReport
-    from ..fit_check import fit_check
-    from ..session_setup import check_kv_format
+    from ..doctor.fit_check import fit_check
+    from ..start.session_setup import check_kv_format
 
     spec = build_spec(files, context_tokens)
     check_kv_format(spec, settings.kv_format)

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...proto.errors import UnsupportedModelError
-from .. import flags
 from ..console import stdout_console, warn
-from ..models import open_files
-from ..options import GroupSettings, group_settings
+from ..settings import flags
+from ..settings.options import GroupSettings, group_settings
+from ..start.models import open_files
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...coordinator.model_files import ModelFiles
+    from ...coordinator.model.files import ModelFiles
     from ...proto.model import ModelSpec
     from ...proto.placement.memory import RankPlan
     from ...proto.placement.plan import Placement
@@ -73,7 +73,7 @@ def inspect(
 
 
 def _parts(files: "ModelFiles", settings: GroupSettings) -> list[dict[str, Any]]:
-    from ...coordinator.model_spec import build_spec
+    from ...coordinator.model.spec import build_spec
     from ...proto.placement.cuts import place
     from ...proto.placement.memory import describe
 

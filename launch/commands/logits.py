@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InputError
-from .. import flags
 from ..console import note, warn
-from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens
-from ..user_folders import current_settings
+from ..settings import flags
+from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
+from ..settings.user_folders import current_settings
 
 EXAMPLES = """\
 gearshift logits demo --tokens-file ids.json --prompt-length 37 --out logits.npy
@@ -65,7 +65,7 @@ def logits(
 
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
-    from ..session_setup import open_model, open_session, wish_context
+    from ..start.session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)

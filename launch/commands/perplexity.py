@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InputError
-from .. import flags
 from ..console import note
-from ..options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..prompts import PromptTokens, prompt_tokens, read_prompt
+from ..settings import flags
+from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 
 EXAMPLES = """\
 gearshift perplexity demo -f text.txt -c 512
@@ -54,7 +54,7 @@ def perplexity(
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""
     arguments = locals()
     from ...coordinator.evaluation import measure_perplexity
-    from ..session_setup import open_model, open_session
+    from ..start.session_setup import open_model, open_session
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, prefill, chunk)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import InputError
-from .. import flags
 from ..console import stdout_console
-from ..options import GROUP_FLAGS, LayoutSettings, flags_named, group_settings, layout_settings
-from ..user_folders import current_settings
+from ..settings import flags
+from ..settings.options import GROUP_FLAGS, LayoutSettings, flags_named, group_settings, layout_settings
+from ..settings.user_folders import current_settings
 
 if TYPE_CHECKING:
-    from ...coordinator.cost_model import Costs
-    from ...coordinator.forecast import Task
-    from ...coordinator.outlook import Outlook
-    from ..plan_costs import FoundCosts
-    from ..plan_report import PlanFacts
+    from ...coordinator.costs.cost_model import Costs
+    from ...coordinator.policy.forecast import Task
+    from ...coordinator.policy.outlook import Outlook
+    from ..plan.costs import FoundCosts
+    from ..plan.report import PlanFacts
 
 EXAMPLES = """\
 gearshift plan demo --workers 2 --prompt-tokens 2000 --output-tokens 200
@@ -113,10 +113,10 @@ def plan(
     and measured.
     """
     arguments = locals()
-    from ...coordinator.answer_length import AnswerLengths
-    from ...coordinator.forecast import Task
-    from ..plan_costs import costs_of_file, costs_of_model
-    from ..plan_report import plan_json, show_plan
+    from ...coordinator.policy.answer_length import AnswerLengths
+    from ...coordinator.policy.forecast import Task
+    from ..plan.costs import costs_of_file, costs_of_model
+    from ..plan.report import plan_json, show_plan
 
     settings = group_settings(**flags_named((*GROUP_FLAGS, "measure"), arguments))
     layouts = layout_settings(prefill, decode, chunk)
@@ -138,7 +138,7 @@ def plan(
 
 
 def _refuse_many_chunks(prompt_tokens: int, found: "FoundCosts", layouts: LayoutSettings) -> None:
-    from ...coordinator.chunk_plan import Fixed
+    from ...coordinator.chunks.plan import Fixed
 
     longest, ranks = found.limits.max_chunk, len(found.costs.stages)
     if isinstance(layouts.chunk_rule, Fixed):
@@ -154,9 +154,9 @@ def _refuse_many_chunks(prompt_tokens: int, found: "FoundCosts", layouts: Layout
 def _plan(
     found: "FoundCosts", task: "Task", layouts: LayoutSettings, shift_seconds: float | None
 ) -> "PlanFacts":
-    from ...coordinator.cost_model import ShiftCost
-    from ...coordinator.outlook import look_ahead
-    from ..plan_report import PlanFacts
+    from ...coordinator.costs.cost_model import ShiftCost
+    from ...coordinator.policy.outlook import look_ahead
+    from ..plan.report import PlanFacts
 
     def outlook(costs: "Costs") -> "Outlook":
         return look_ahead(

@@ -4,10 +4,11 @@ import json
 from typing import TYPE_CHECKING
 
 from ...proto.errors import InputError, RequestFailedError
-from .. import flags
-from ..chat_setup import chat_prompt, parse_template_options
+from ..chat.setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
-from ..options import (
+from ..prompts import prompt_tokens, read_prompt
+from ..settings import flags
+from ..settings.options import (
     GROUP_FLAGS,
     SAMPLING_FLAGS,
     allowed_restarts,
@@ -15,16 +16,15 @@ from ..options import (
     group_settings,
     layout_settings,
 )
-from ..prompts import prompt_tokens, read_prompt
-from ..sampling_settings import choose_sampling
-from ..user_folders import current_settings
+from ..settings.sampling_settings import choose_sampling
+from ..settings.user_folders import current_settings
 
 if TYPE_CHECKING:
     from ...coordinator.chat.reasoning import ReasoningSplit
     from ...coordinator.generation import GenerationRequest
-    from ...coordinator.text_stream import TextStream
+    from ...coordinator.tokenizer.text_stream import TextStream
     from ...proto.pieces import Piece
-    from ..session_setup import RunningModel
+    from ..start.session_setup import RunningModel
 
 EXAMPLES = """\
 gearshift run demo --workers 2 -p "The capital of France is" -n 40
@@ -97,9 +97,9 @@ def run(
     arguments = locals()
     from ...coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
     from ...coordinator.generation import GenerationRequest
-    from ...coordinator.text_stream import TextStream, parse_stops
+    from ...coordinator.tokenizer.text_stream import TextStream, parse_stops
     from ...proto.sampling import validate
-    from ..session_setup import open_model, open_session, wish_context
+    from ..start.session_setup import open_model, open_session, wish_context
 
     sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
@@ -167,7 +167,7 @@ def _answer(
     as_json: bool,
 ) -> None:
     from ..answer import PlainText, SplitText, follow
-    from ..chat_terminal import ChatTerminal
+    from ..chat.terminal import ChatTerminal
     from ..report import memory_table, phase_table, reason_lines, run_facts
 
     output = PlainText() if split is None else ChatTerminal()

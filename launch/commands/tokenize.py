@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from .. import flags
 from ..console import warn
-from ..models import open_files
 from ..prompts import read_prompt_text
+from ..settings import flags
+from ..start.models import open_files
 
 EXAMPLES = """\
 gearshift tokenize demo -p "Hello, world"

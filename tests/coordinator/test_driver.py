@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Auto, Fixed
+from gearshift.coordinator.chunks.plan import Auto, Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity, window_targets

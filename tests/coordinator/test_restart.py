@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import LOST, Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent

@@ -1,9 +1,9 @@
 """Prompts that are read while others are answered: their chunks know of the steps between them, and of a bound."""
 
-from gearshift.coordinator.chunk_plan import Auto
-from gearshift.coordinator.cost_model import ChunkCost, Costs, StepCost
+from gearshift.coordinator.chunks.flow_shop import chunk_seconds
+from gearshift.coordinator.chunks.plan import Auto
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, StepCost
 from gearshift.coordinator.driver import Driver
-from gearshift.coordinator.flow_shop import chunk_seconds
 from gearshift.coordinator.generation import TokenEvent
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.tests.coordinator.test_driver import VOCAB, asked, new_driver

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.clock_offsets import ClockOffset, clock_offsets, offset_from
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan, TokenEvent
-from gearshift.coordinator.scheduler_events import Ended, PromptRead, Started
-from gearshift.coordinator.session import Session
+from gearshift.coordinator.group.clock_offsets import ClockOffset, clock_offsets, offset_from
+from gearshift.coordinator.schedule.events import Ended, PromptRead, Started
+from gearshift.coordinator.schedule.session import Session
 from gearshift.coordinator.trace import Stretch, Trace, TraceEvent, TrackNamed
 from gearshift.proto.errors import ProtocolError, WorkerLostError
 from gearshift.proto.ids import Layout, Rank, RequestId

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gearshift.launch import session_setup
 from gearshift.launch.command_line import run_command
+from gearshift.launch.start import session_setup
 
 
 @pytest.fixture

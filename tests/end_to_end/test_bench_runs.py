@@ -7,8 +7,8 @@ import pytest
 
 from gearshift.benchmarks.policy import chat_facts, measure_chat
 from gearshift.coordinator.driver import Driver
-from gearshift.launch.bench_runs import collect_stretches, combinations, interleaved, judge
-from gearshift.launch.timeline import rank_lines
+from gearshift.launch.bench.runs import collect_stretches, combinations, interleaved, judge
+from gearshift.launch.bench.timeline import rank_lines
 from gearshift.tests.helpers import fake_llama_bench
 from gearshift.tests.helpers.commands import gearshift
 from gearshift.tests.helpers.running_groups import RunningGroups

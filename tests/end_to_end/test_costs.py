@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.cost_files import costs_from_json, costs_to_json
-from gearshift.coordinator.cost_measuring import times_as_long
+from gearshift.coordinator.chunks.plan import Fixed
+from gearshift.coordinator.costs.files import costs_from_json, costs_to_json
+from gearshift.coordinator.costs.measuring import times_as_long
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import Layout

@@ -28,7 +28,7 @@ MOMENT_SECONDS = 60  # for a moment to come, on a busy machine
 LOOK_SECONDS = 0.02
 GONE_SECONDS = 10
 SILENT_SECONDS = 15
-WORKER, AGENT = "gearshift.worker", "gearshift.launch.agent"
+WORKER, AGENT = "gearshift.worker", "gearshift.launch.processes.agent"
 
 GREEDY = ("--ignore-eos", "--temperature", "0", "--compute-type", "f32", "--threads", "1", "--workers", "2")
 LAYOUTS = ("--prefill", "layer", "--decode", "tensor", "--chunk", "32")

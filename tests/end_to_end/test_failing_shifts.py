@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
-from gearshift.launch.local import local_cluster
-from gearshift.launch.restarts import RestartingGroup
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
+from gearshift.launch.processes.local import local_cluster
+from gearshift.launch.processes.restarts import RestartingGroup
 from gearshift.proto.generation_result import FinishReason, GenerationResult, ShiftFailureKind
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.placement.cuts import place

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.tests.helpers.commands import cost, tokens_file
 from gearshift.tests.helpers.gguf_builder import build_model, key, raw_gguf, string, tensor
 from gearshift.tests.helpers.layouts import assert_as_one_process, assert_layouts_give, one_process, some_ids

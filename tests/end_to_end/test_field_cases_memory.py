@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.cluster import Cluster
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
-from gearshift.launch.local import local_cluster
+from gearshift.coordinator.group.cluster import Cluster
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.errors import WorkerFailedError, WorkerLostError
 from gearshift.proto.ids import ComputeType
 from gearshift.proto.placement.cuts import place

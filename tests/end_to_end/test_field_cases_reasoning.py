@@ -11,13 +11,13 @@ import gearshift
 from gearshift.coordinator.chat.format import ChatFormat
 from gearshift.coordinator.chat.renderer import TemplateRenderer
 from gearshift.coordinator.chat.templates import ChatTemplates
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
-from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import build_tokenizer
-from gearshift.launch.chat_backend import ChatAnswer, ChatBackend, LocalChat
-from gearshift.launch.chat_remote import RemoteChat
-from gearshift.launch.options import LayoutSettings
+from gearshift.launch.chat.backend import ChatAnswer, ChatBackend, LocalChat
+from gearshift.launch.chat.remote import RemoteChat
+from gearshift.launch.settings.options import LayoutSettings
 from gearshift.proto.ids import Layout
 from gearshift.proto.pieces import Piece, PieceKind
 from gearshift.proto.sampling import SamplingParameters

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.one_request import generate
-from gearshift.coordinator.text_stream import TextStream
 from gearshift.coordinator.tokenizer import build_tokenizer
+from gearshift.coordinator.tokenizer.text_stream import TextStream
 from gearshift.launch.answer import follow
 from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
-from gearshift.coordinator.cluster import Cluster
-from gearshift.coordinator.device_memory import DeviceMemory, probe_memory
-from gearshift.coordinator.fit_choice import ContextWish, layer_only
+from gearshift.coordinator.chunks.plan import Fixed
+from gearshift.coordinator.fit.choice import ContextWish, layer_only
+from gearshift.coordinator.fit.device_memory import DeviceMemory, probe_memory
+from gearshift.coordinator.fit.memory import FitCase
+from gearshift.coordinator.fit.remake import Remake
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.memory_fit import FitCase
-from gearshift.coordinator.remake import Remake
-from gearshift.launch import session_setup
-from gearshift.launch.fitting import GroupPlan
-from gearshift.launch.options import GroupSettings, LayoutSettings, group_settings
-from gearshift.launch.session_setup import Opened, open_model, open_session, wish_context
+from gearshift.coordinator.group.cluster import Cluster
+from gearshift.launch.settings.options import GroupSettings, LayoutSettings, group_settings
+from gearshift.launch.start import session_setup
+from gearshift.launch.start.fitting import GroupPlan
+from gearshift.launch.start.session_setup import Opened, open_model, open_session, wish_context
 from gearshift.proto.errors import DoesNotFitError, LayoutRefusedError
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.reports import MemoryReported

@@ -8,7 +8,7 @@ import pytest
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.group_talk import POLL_SECONDS
+from gearshift.coordinator.group.talk import POLL_SECONDS
 from gearshift.proto.ids import KvType, Layout, WeightSource
 from gearshift.proto.placement.memory import Holding, held_bytes
 from gearshift.tests.helpers.answers import GREEDY, answer

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gearshift.launch.local import local_cluster
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.errors import WorkerFailedError
 from gearshift.worker.links.pair_check import PATTERN_BYTES, Way, pattern
 

@@ -9,7 +9,7 @@ import pytest
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout

@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 import gearshift
-from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.errors import InputError, WorkerLostError
 from gearshift.tests.helpers.commands import answer
@@ -301,7 +301,7 @@ def test_f41_a_port_in_use_is_named_before_workers_start(refused: Callable[..., 
         assert "in use" in line
 
 
-@pytest.mark.slow  # the quick one, with workers that have no torch, is in tests/launch/test_local.py
+@pytest.mark.slow  # the quick one, with workers that have no torch, is in tests/launch/processes/test_local.py
 def test_f41_coordinators_started_together_do_not_meet(tiny: Path) -> None:
     ends = threading.Semaphore(0)
     found: list[tuple[int, ...]] = []

@@ -12,7 +12,7 @@ import pytest
 import gearshift
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.group_talk import POLL_SECONDS
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.group.talk import POLL_SECONDS
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import BLOCK_TOKENS, KvFormat, row_bytes
 from gearshift.proto.model import ModelSpec

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.one_request import generate
 from gearshift.launch.trace_file import trace_file

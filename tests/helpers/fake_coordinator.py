@@ -6,8 +6,8 @@ import sys
 
 import psutil
 
-from gearshift.launch.local import local_cluster
-from gearshift.launch.signals import exit_on_signals
+from gearshift.launch.processes.local import local_cluster
+from gearshift.launch.processes.signals import exit_on_signals
 
 if __name__ == "__main__":
     with exit_on_signals():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from random import Random
 
-from gearshift.coordinator.slots import holder
+from gearshift.coordinator.schedule.slots import holder
 from gearshift.proto.commands import (
     AbandonShift,
     AnyCommand,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import KvType, Layout, Rank, RequestId
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.model import ModelSpec

@@ -1,7 +1,7 @@
 """What ranks of made-up speeds would answer to `MeasureCosts`."""
 
-from gearshift.coordinator.cost_measuring import Measurement, joined, shift_bytes_a_token
-from gearshift.coordinator.measuring_plan import MeasuringPlan, measuring_plan
+from gearshift.coordinator.costs.measuring import Measurement, joined, shift_bytes_a_token
+from gearshift.coordinator.costs.measuring_plan import MeasuringPlan, measuring_plan
 from gearshift.proto.commands import MeasureCosts
 from gearshift.proto.ids import KvType, Rank
 from gearshift.proto.kv import KvFormat

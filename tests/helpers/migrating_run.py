@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
-from gearshift.coordinator.slots import SlotPool, slots_needed
-from gearshift.coordinator.weight_keeper import WeightKeeper
+from gearshift.coordinator.residency.weight_keeper import WeightKeeper
+from gearshift.coordinator.schedule.scheduler import Scheduler, SchedulerSettings
+from gearshift.coordinator.schedule.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AnyCommand, Batch, Chunk, MigrateWeights, PrepareMigration
 from gearshift.proto.ids import Layout, WeightSource
 from gearshift.proto.placement.cuts import place

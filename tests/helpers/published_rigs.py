@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gearshift.coordinator.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 
 UBATCH = 512  # tokens of the peer's chunks, where nothing else is said
 ANSWER = 128  # tokens, in every run

@@ -5,13 +5,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gearshift.coordinator.cluster import Cluster
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
-from gearshift.coordinator.load_result import LoadResult
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
-from gearshift.launch.local import local_cluster
+from gearshift.coordinator.group.cluster import Cluster
+from gearshift.coordinator.group.load_result import LoadResult
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
+from gearshift.launch.processes.local import local_cluster
 from gearshift.proto.ids import ComputeType, KvType
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from gearshift.coordinator.chunk_plan import Fixed, Limits
+from gearshift.coordinator.chunks.plan import Fixed, Limits
 from gearshift.coordinator.generation import (
     GenerationRequest,
     RequestPlan,
     TokenEvent,
 )
-from gearshift.coordinator.planning import GroupSnapshot, plan_request
-from gearshift.coordinator.scheduler import Scheduler, SchedulerSettings
-from gearshift.coordinator.scheduler_events import Ended, SchedulerEvent
-from gearshift.coordinator.session import Session
-from gearshift.coordinator.slots import SlotPool, slots_needed
+from gearshift.coordinator.policy.planning import GroupSnapshot, plan_request
+from gearshift.coordinator.schedule.events import Ended, SchedulerEvent
+from gearshift.coordinator.schedule.scheduler import Scheduler, SchedulerSettings
+from gearshift.coordinator.schedule.session import Session
+from gearshift.coordinator.schedule.slots import SlotPool, slots_needed
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from gearshift.proto.sampling import SamplingParameters

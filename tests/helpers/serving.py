@@ -12,7 +12,7 @@ from gearshift.coordinator.api.remote import RemoteApi
 from gearshift.coordinator.api.server import Server
 from gearshift.coordinator.api.service import ChatPrompter, Service
 from gearshift.coordinator.driver import Driver
-from gearshift.coordinator.load_result import LoadResult
+from gearshift.coordinator.group.load_result import LoadResult
 from gearshift.coordinator.tokenizer import Tokenizer
 from gearshift.proto.channel import ClientListener, Pollable
 from gearshift.proto.ids import ComputeType, KvType, Rank

@@ -1,7 +1,7 @@
 """Runs as `gearshift bench` measures them, made by hand."""
 
 from gearshift.coordinator.trace import Stretch
-from gearshift.launch.bench_runs import AUTO, Combination, TimedRun
+from gearshift.launch.bench.runs import AUTO, Combination, TimedRun
 from gearshift.proto.generation_result import (
     DecodeResult,
     FinishReason,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.model_files import resolve_model
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
 from gearshift.launch.inputs import read_text, read_token_list
 from gearshift.launch.prompts import PromptText, PromptTokens, prompt_tokens, read_prompt

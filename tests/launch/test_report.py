@@ -5,7 +5,7 @@ import json
 from msgspec.structs import replace
 from rich.console import Console
 
-from gearshift.coordinator.device_memory import DeviceUse
+from gearshift.coordinator.fit.device_memory import DeviceUse
 from gearshift.launch.report import memory_table, phase_table, reason_lines, run_facts
 from gearshift.proto.generation_result import (
     DecodeResult,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.clock_offsets import ClockOffset
+from gearshift.coordinator.group.clock_offsets import ClockOffset
 from gearshift.coordinator.trace import Trace
 from gearshift.launch import trace_file as module
 from gearshift.launch.command_line import run_command

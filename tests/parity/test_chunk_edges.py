@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Auto, Fixed
+from gearshift.coordinator.chunks.plan import Auto, Fixed
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.proto.errors import DoesNotFitError

@@ -14,7 +14,7 @@ import pytest
 
 from gearshift.coordinator.evaluation import measure_perplexity
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.answers import GREEDY, answer, first_difference, ids_of, lead

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.ids import KvType, Layout
 from gearshift.tests.helpers.running_groups import RunningGroups

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gearshift.benchmarks.synthetic_models import write_model
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.group_talk import POLL_SECONDS
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.group.talk import POLL_SECONDS
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import ComputeType, KvType, Layout, RequestId
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import SampledToken

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.group_talk import POLL_SECONDS
+from gearshift.coordinator.group.talk import POLL_SECONDS
 from gearshift.proto.errors import InputError
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters

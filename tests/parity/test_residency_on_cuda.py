@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gearshift.benchmarks.synthetic_models import write_model
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gearshift.benchmarks.synthetic_models import write_model
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits, measure_perplexity
 from gearshift.coordinator.generation import GenerationRequest
-from gearshift.coordinator.gguf_header import read_header
+from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.sampling import SamplingParameters

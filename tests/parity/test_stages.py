@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
-from gearshift.launch import session_setup
-from gearshift.launch.options import Device, GroupSettings, LayoutSettings
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
+from gearshift.launch.settings.options import Device, GroupSettings, LayoutSettings
+from gearshift.launch.start import session_setup
 from gearshift.proto.errors import InputError
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place

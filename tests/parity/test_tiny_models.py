@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.running_groups import RunningGroups

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gearshift.coordinator.chunk_plan import Fixed
+from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.gguf_builder import build_model

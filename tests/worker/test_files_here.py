@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.errors import ModelFileError
 from gearshift.proto.model import ModelSpec
 from gearshift.worker.weights.files_here import files_here

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.commands import MigrateWeights, PrepareMigration
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.ids import Layout, Rank, WeightSource

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gearshift.coordinator.model_files import resolve_model
-from gearshift.coordinator.model_spec import build_spec
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import Layout
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.cuts import place

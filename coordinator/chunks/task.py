@@ -1,0 +1,127 @@
+"""One prompt that is to be cut into chunks: what it costs, what its chunks must keep to, and the closed forms. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import TypeAlias
+
+import numpy as np
+
+from ..costs.cost_model import ChunkCost
+from .flow_shop import Lists, Seconds, makespans_of_lists
+
+SHORT_PROMPT = 20  # grid steps
+MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
+MOST_DOUBLINGS = 20  # until a time is found that suffices
+BISECTIONS = 5  # of the time of one grid step
+
+Chunks: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt before its stages, and what its chunks must keep to.
+
+    Every chunk but the last is a multiple of `grid` and at least `minimum` tokens; none is above `max_chunk` tokens or
+    takes more than `longest_seconds` on any stage. `decode_seconds` above 0: a decode batch runs in each tick.
+    """
+
+    tokens: int
+    cached: int
+    costs: tuple[ChunkCost, ...]  # one a stage
+    grid: int
+    minimum: int
+    max_chunk: int
+    decode_seconds: float = 0.0
+    longest_seconds: float = inf
+
+    @property
+    def stages(self) -> int:
+        return len(self.costs)
+
+    @property
+    def short(self) -> bool:
+        """Grid steps are coarse: a list that no neighbour beats may still be far from the best."""
+        return self.tokens <= SHORT_PROMPT * self.grid
+
+    @property
+    def largest(self) -> int:
+        """The longest chunk on the grid."""
+        return self.max_chunk // self.grid * self.grid
+
+    @property
+    def envelope(self) -> ChunkCost:
+        """Never below any stage."""
+        return ChunkCost(
+            max(cost.per_chunk for cost in self.costs),
+            max(cost.per_token for cost in self.costs),
+            max(cost.per_pair for cost in self.costs),
+        )
+
+    def prices(self, lists: Lists) -> Seconds:
+        """Makespans in seconds; infinite for lists that break a rule. Zeros end a list."""
+        seconds, longest = makespans_of_lists(lists, self.cached, self.costs, self.decode_seconds)
+        inner = np.where(lists[:, 1:] > 0, lists[:, :-1], self.minimum)  # all but the last
+        broken = (
+            (longest > self.longest_seconds * (1 + 1e-9))
+            | (lists.max(axis=1) > self.max_chunk)
+            | (lists.min(axis=1) < 0)
+            | (inner < self.minimum).any(axis=1)
+        )
+        return np.where(broken, inf, seconds)
+
+
+def longest_within(cost: ChunkCost, cached: float, seconds: float) -> float:
+    """Tokens x with t(L, x) = `seconds`, a real number: the root of q x² + (a + 2 q L) x = seconds - b.
+
+    Written so that no digits are lost when q is small. 0 where b alone takes longer.
+    """
+    room = seconds - cost.per_chunk
+    if room <= 0:
+        return 0.0
+    slope = cost.per_token + 2 * cost.per_pair * cached
+    root = slope + sqrt(slope * slope + 4 * cost.per_pair * room)
+    return inf if root <= 0 else 2 * room / root
+
+
+def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = MAX_CHUNKS) -> Chunks | None:
+    """Chunks that each take all of `seconds` that the grid allows; None where that breaks a rule or needs too many."""
+    first, *others = costs
+    grid, minimum, largest, max_chunk = task.grid, task.minimum, task.largest, task.max_chunk
+    chunks: list[int] = []
+    left, done = task.tokens, task.cached
+    while len(chunks) < most:
+        fits = longest_within(first, done, seconds)
+        for cost in others:
+            fits = min(fits, longest_within(cost, done, seconds))
+        if left <= fits and left <= max_chunk:
+            chunks.append(left)
+            return tuple(chunks)
+        size = largest if fits >= largest else int(fits / grid + 1e-9) * grid
+        if size < minimum or size >= left:
+            return None
+        chunks.append(size)
+        left -= size
+        done += size
+    return None
+
+
+def evened(task: Task, cost: ChunkCost, count: int) -> Chunks | None:
+    """At most `count` chunks, the longest as short as the grid allows: by bisection from the closed form's time."""
+    work = cost.variable_seconds(task.cached, task.tokens)
+    low = cost.per_chunk + work / count
+    high = low + cost.variable_seconds(max(0, task.cached + task.tokens - task.grid), task.grid)
+    best = filled(task, (cost,), high, count)
+    for _ in range(MOST_DOUBLINGS):
+        if best is not None:
+            break
+        high *= 2
+        best = filled(task, (cost,), high, count)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        found = filled(task, (cost,), middle, count)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best

@@ -1,0 +1,1 @@
+"""In which layouts a request is read and answered, decided once from what each is forecast to take. Pure."""

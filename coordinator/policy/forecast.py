@@ -1,0 +1,174 @@
+"""How long a request takes in each pair of layouts, part by part, from measured costs. Pure arithmetic."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...proto.ids import Layout
+from ..chunks.flow_shop import chunk_seconds, makespan, makespan_in_ticks
+from ..chunks.plan import ChunkPlan, ChunkRule, Limits, plan_chunks
+from ..costs.cost_model import Costs, StepCost
+from ..generation import KeptPrefix
+from ..residency.regret import Regret
+
+Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Requests that are being answered now, by the layout they are answered in."""
+
+    layer: int = 0
+    tensor: int = 0
+    cached_tokens: int = 0  # of one of them, on average
+
+    def __getitem__(self, layout: Layout) -> int:
+        return self.layer if layout is Layout.LAYER else self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be done. Prompts of several alike `requests` are read one by one, then all are answered together."""
+
+    prompt_tokens: int
+    steps: int  # decode steps: the first token comes with the prompt
+    kept: KeptPrefix | None = None
+    running: Running = Running()
+    requests: int = 1
+    in_place: bool = False  # keys and values do not fit for both layouts at once: a shift is not streamed
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.kept.tokens if self.kept is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds of the four parts of a request's way."""
+
+    back: float  # before anything is read: kept keys and values, and weights that migrate
+    prefill: float
+    exposed: float  # the answer waits for the shift
+    decode: float
+
+    @property
+    def seconds(self) -> float:
+        return self.back + self.prefill + self.exposed + self.decode
+
+
+def chunk_plans(
+    task: Task, costs: Costs | None, ranks: int, rule: ChunkRule, limits: Limits, layouts: Sequence[Layout]
+) -> dict[Layout, ChunkPlan]:
+    """How the prompt would be cut in each of `layouts`, beside the answers that are being written.
+
+    Under tensor parallelism all ranks read a chunk together: there is no pipeline to fill.
+    """
+    cached = task.cached_tokens
+    rest = task.prompt_tokens - cached
+    beside = (costs and step_seconds(task, costs, None)) or 0.0
+    whole = (costs.tensor_prefill,) if costs and costs.tensor_prefill else None
+    return {
+        layout: plan_chunks(rest, cached, ranks, rule, costs.stages if costs else None, limits, beside)
+        if layout is Layout.LAYER
+        else plan_chunks(rest, cached, 1, rule, whole, limits, beside)
+        for layout in layouts
+    }
+
+
+def forecasts(
+    task: Task,
+    costs: Costs,
+    journeys: Sequence[Journey],
+    plans: Mapping[Layout, ChunkPlan],
+    regret: Regret | None = None,
+) -> dict[Journey, Forecast]:
+    """Of every journey whose parts were measured. `regret` None: those of both layouts lie everywhere."""
+    found: dict[Journey, Forecast] = {}
+    for journey in journeys:
+        prefill, decode = journey
+        read = _prefill_seconds(task, costs, prefill, plans[prefill].chunks)
+        written = decode_seconds_of(task, costs, decode)
+        if read is not None and written is not None:
+            back = _back_seconds(task, costs, prefill, regret)
+            exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, regret)
+            found[journey] = Forecast(back, read, exposed, written)
+    return found
+
+
+def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]] | None:
+    """Seconds of each chunk of all prompts on each stage; in the tensor layout the group is one stage."""
+    stages = costs.stages if layout is Layout.LAYER else (costs.tensor_prefill,)
+    rows = [
+        chunk_seconds(chunks, task.cached_tokens, stage) * task.requests
+        for stage in stages
+        if stage is not None
+    ]
+    return rows or None
+
+
+def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
+    """A tick's decode steps: those that run now, and the task's own (None: still being read). None: not measured."""
+    running = task.running
+    total = 0.0
+    for layout in Layout:
+        added = task.requests if layout is own else 0
+        batch = running[layout] + added
+        if batch == 0:
+            continue
+        step = step_cost(costs, layout)
+        if step is None:
+            if added:
+                return None
+            continue
+        depth = (
+            running[layout] * running.cached_tokens + added * (task.prompt_tokens + task.steps / 2)
+        ) / batch
+        total += step.seconds(batch, round(depth))
+    return total
+
+
+def decode_seconds_of(task: Task, costs: Costs, layout: Layout) -> float | None:
+    """Of all the task's decode steps; None: not measured."""
+    if task.steps == 0:
+        return 0.0
+    step = step_seconds(task, costs, layout)
+    return None if step is None else task.steps * step
+
+
+def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
+    """Of decode steps in a layout; None: not measured."""
+    return costs.decode_layer if layout is Layout.LAYER else costs.decode_tensor
+
+
+def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> float | None:
+    rows = stage_rows(task, costs, layout, chunks)
+    if rows is None:
+        return None
+    others = step_seconds(task, costs, None) or 0.0
+    return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
+
+
+def _back_seconds(task: Task, costs: Costs, prefill: Layout, regret: Regret | None) -> float:
+    """A kept prefix moves before anything is read: all of its way back is waited for."""
+    moved = task.cached_tokens if task.kept is not None and task.kept.layout is not prefill else 0
+    return _shift_seconds(costs, prefill, moved) + (regret.move_seconds(prefill) if regret else 0.0)
+
+
+def _exposed_seconds(
+    task: Task, costs: Costs, journey: Journey, chunks: Sequence[int], regret: Regret | None
+) -> float:
+    """Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
+
+    In place all of them are.
+    """
+    prefill, decode = journey
+    if prefill is decode or task.steps == 0:
+        return 0.0
+    moved = 0.0
+    if regret is not None:
+        moved = regret.to_tensor_seconds if decode is Layout.TENSOR else regret.to_layer_seconds
+    return _shift_seconds(costs, decode, task.prompt_tokens if task.in_place else chunks[-1]) + moved
+
+
+def _shift_seconds(costs: Costs, to: Layout, tokens: int) -> float:
+    return (costs.to_tensor if to is Layout.TENSOR else costs.to_layer).seconds(tokens)

@@ -1,0 +1,1 @@
+"""Timed runs and measurements, and the tables they are told in."""

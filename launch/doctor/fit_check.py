@@ -1,0 +1,106 @@
+"""Whether a model fits on this machine, as a line of `gearshift doctor`. Pure."""
+
+from collections.abc import Collection, Sequence
+
+from ...coordinator.fit.choice import ContextWish, ways_to_fit, with_usual_chunk
+from ...coordinator.fit.device_memory import DeviceMemory, pools, told_bytes
+from ...coordinator.fit.memory import FitCase, Pool, largest_context
+from ...proto.errors import DoesNotFitError
+from ...proto.ids import ComputeType
+from ...proto.model import ModelSpec
+from ...proto.probe import ProbedDevice
+from ..settings.options import Device, GroupSettings, LayoutSettings
+from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
+from .diagnosis import Check, Verdict
+
+NAME = "model"
+# What a worker's process takes before it loads anything. CPU: Python and torch, as measured with a tiny model.
+CPU_PROCESS_BYTES = 160 << 20
+# A card: the driver's context, the libraries' code and the communicators. Not known before a worker runs.
+CUDA_PROCESS_BYTES = 320 << 20
+USUAL_CONTEXT_TOKENS = 4096
+LEAST_CONTEXT_TOKENS = 512
+
+
+def fit_check(
+    spec: ModelSpec,
+    settings: GroupSettings,
+    layouts: LayoutSettings,
+    context_tokens: int | None,
+    free_memory_bytes: int,
+    devices: Sequence[ProbedDevice],
+    displays: Collection[str] = (),
+) -> Check:
+    """The model on `settings.workers` workers: on their cards where each has one, else in this memory.
+
+    `displays`: uuids of the cards that drive one.
+    """
+    usual = min(USUAL_CONTEXT_TOKENS, spec.trained_context)
+    least = min(usual, LEAST_CONTEXT_TOKENS)
+    wish = ContextWish(context_tokens or usual, asked=context_tokens is not None, needed=least)
+    plan = GroupPlan(spec, settings, layouts, shares_open=names_no_shares(settings))
+    on_cards = settings.device is not Device.CPU and len(devices) >= settings.workers
+    if settings.device is Device.CUDA and not on_cards:
+        found = f"{settings.workers} workers, {len(devices)} CUDA devices"
+        return Check(NAME, Verdict.PROBLEM, found, "fewer --workers, or --device cpu")
+    if on_cards:
+        cards = [_card(device, displays) for device in devices[: settings.workers]]
+        return _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wish)
+    host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
+    return _check_cpu(plan, [host] * settings.workers, wish)
+
+
+def _card(device: ProbedDevice, displays: Collection[str]) -> DeviceMemory:
+    return DeviceMemory(
+        device.uuid, f"cuda:{device.index}", device.free_bytes, 0, device.uuid in displays, CUDA_PROCESS_BYTES
+    )
+
+
+def _check_cpu(plan: GroupPlan, host: Sequence[DeviceMemory], wish: ContextWish) -> Check:
+    """Of the compute types that may be chosen the largest must fit; else the smaller one is taken."""
+    asked = plan.settings.compute_type
+    if asked is not None:
+        return _check(plan, "cpu", asked, host, wish)
+    first, last = (_check(plan, "cpu", kind, host, wish) for kind in (ComputeType.F32, ComputeType.BF16))
+    if first.verdict is not Verdict.OK and last.verdict is Verdict.OK:
+        return Check(NAME, Verdict.NOTE, f"{first.found}; {last.found}", "it is run in bf16")
+    return first
+
+
+def _check(
+    plan: GroupPlan, device_kind: str, compute_type: ComputeType, devices: Sequence[DeviceMemory], wish: ContextWish
+) -> Check:
+    """OK as asked for; a note where something gives way; a problem where nothing fits."""
+    spec, settings, wanted = plan.spec, plan.settings, wish.tokens
+    case = plan.case(plan.placement(), device_kind, compute_type)
+    if not case.max_chunk_tokens:
+        case = with_usual_chunk(case, wanted, [one.base_bytes for one in devices])
+    found = pools(devices, memory_wish(settings))
+    most = largest_context(case, found, spec.trained_context)
+    fits = wanted <= most or (wanted > spec.trained_context and largest_context(case, found, wanted) == wanted)
+    how = "in the file's types" if device_kind == "cuda" and compute_type is ComputeType.BF16 else f"in {compute_type}"
+    told = _told(case, found, wanted, how, most)
+    if fits:
+        return Check(NAME, Verdict.OK, f"{spec.name} fits {told}")
+    try:
+        fit = fit_type(plan, plan.placement(), devices, device_kind, wish, found, compute_type)
+    except DoesNotFitError:
+        ways = list(ways_to_fit(case, found, wish, plan.placement))
+        advice = "; or ".join(ways) if ways else "more --workers on other cards, or a smaller quantisation"
+        return Check(NAME, Verdict.PROBLEM, f"{spec.name} does not fit {told}", advice)
+    given = "; ".join((*fit.warnings, *fit.notes))
+    return Check(NAME, Verdict.NOTE, f"{spec.name} does not fit as it is {told}", f"it runs so: {given}")
+
+
+def _told(case: FitCase, found: Sequence[Pool], wanted: int, how: str, most: int) -> str:
+    """The tightest pool's figures."""
+    memory = case.memory(wanted)
+    needs = {pool: sum(memory[rank].peak_bytes for rank in pool.ranks) for pool in found}
+    tight = min(found, key=lambda pool: pool.budget_bytes - needs[pool])
+    weights = sum(memory[rank].weight_bytes for rank in tight.ranks)
+    kv = sum(memory[rank].kv_bytes for rank in tight.ranks)
+    return (
+        f"{how}: {told_bytes(needs[tight])} on {tight.name} for {wanted} tokens of context "
+        f"({told_bytes(weights)} of it weights, {told_bytes(kv)} KV), {told_bytes(tight.budget_bytes)} to be had "
+        f"({tight.why}); largest context {most} of {case.spec.trained_context}"
+    )

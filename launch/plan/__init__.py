@@ -1,0 +1,1 @@
+"""What `gearshift plan` says of a request that is not run."""

@@ -1,0 +1,181 @@
+"""Where `gearshift plan` has its costs from: a file, an earlier measurement, or workers started for it."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import to_builtins
+
+from ... import __version__
+from ...coordinator.chunks.plan import Limits
+from ...coordinator.costs.cost_model import Costs
+from ...coordinator.costs.files import CostFile, read_cost_file
+from ...coordinator.fit.choice import ContextWish
+from ...coordinator.model.spec import build_spec
+from ...proto.codec import PROTOCOL_VERSION
+from ...proto.errors import InputError
+from ...proto.ids import ComputeType
+from ...proto.model import ModelSpec
+from ...proto.placement.cuts import place
+from ..settings.options import Device, GroupSettings, LayoutSettings
+from ..settings.user_folders import costs_folder
+from ..start.cost_cache import placement_digest, speed_variables
+from ..start.fitting import GroupPlan, names_no_shares
+from ..start.models import open_files
+from ..start.session_setup import check_kv_format, open_model, open_session, wish_context
+from .fit import CPU, PlannedMemory, plan_memory
+
+USUAL_MAX_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCosts:
+    """Costs and what else a plan needs to know of the group. `told`: where they are from, in words."""
+
+    costs: Costs
+    told: str
+    facts: Mapping[str, object]
+    limits: Limits
+    model: str | None = None
+    planned: PlannedMemory | None = None
+
+
+def costs_of_file(path: Path, workers: int | None, max_chunk_tokens: int | None) -> FoundCosts:
+    """Without a model: a file of costs carries all that is needed.
+
+    Of its facts `devices` tells the chunk grid (all "cpu", or cards) and `max_chunk_tokens` what the buffers take.
+    """
+    file = read_cost_file(path)
+    ranks = len(file.costs.stages)
+    if workers is not None and workers != ranks:
+        raise InputError(f"--workers {workers}: the costs in {path} are of {ranks}")
+    named = file.facts.get("max_chunk_tokens")
+    buffers = (
+        named
+        if isinstance(named, int) and not isinstance(named, bool) and named > 0
+        else USUAL_MAX_CHUNK_TOKENS
+    )
+    limits = Limits.for_device(device_kind(file.facts), max_chunk_tokens or buffers)
+    return FoundCosts(file.costs, str(path), file.facts, limits)
+
+
+def costs_of_model(
+    model: str,
+    settings: GroupSettings,
+    layouts: LayoutSettings,
+    tokens: tuple[int, int],
+    context_tokens: int | None,
+    costs_file: Path | None,
+) -> FoundCosts:
+    """For a model on this machine: by a file, else an earlier measurement, else one made now on workers.
+
+    `tokens`: of the prompt and the answer.
+    """
+    files = open_files(model)
+    wish = wish_context(context_tokens, *tokens, build_spec(files).trained_context)
+    plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts, shares_open=names_no_shares(settings))
+    check_kv_format(plan.spec, settings.kv_format)
+    if costs_file is not None:
+        file = read_cost_file(costs_file)
+        if len(file.costs.stages) != settings.workers:
+            raise InputError(
+                f"--workers {settings.workers}: the costs in {costs_file} are of {len(file.costs.stages)}"
+            )
+        return _planned(plan, wish, file, str(costs_file))
+    kept = None if settings.measure else kept_costs(plan.spec, settings)
+    if kept is not None:
+        return _planned(plan, wish, kept[1], f"measured earlier on this machine ({kept[0]})")
+    with open_session(open_model(model), settings, layouts, wish) as session:
+        driver = session.driver
+        facts = {
+            "devices": [hello.device for hello in session.cluster.hellos],
+            "compute_type": str(session.loaded.compute_type),
+        }
+        file = CostFile(driver.costs or driver.measure_costs().costs, facts)
+    return _planned(plan, wish, file, "measured now")
+
+
+def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> FoundCosts:
+    """With what the group would take of this machine's memory."""
+    kind = device_kind(file.facts)
+    usual = ComputeType.F32 if kind == CPU else ComputeType.BF16
+    named = file.facts.get("compute_type")
+    measured = ComputeType(str(named)) if named in tuple(ComputeType) else usual
+    found = plan_memory(plan, kind, plan.settings.compute_type or measured, wish)
+    return FoundCosts(
+        costs=file.costs,
+        told=told,
+        facts=file.facts,
+        limits=Limits.for_device(kind, min(found.context_tokens, found.case.max_chunk_tokens)),
+        model=plan.spec.name,
+        planned=found,
+    )
+
+
+def kept_costs(
+    spec: ModelSpec, settings: GroupSettings, environment: Mapping[str, str] = os.environ
+) -> tuple[Path, CostFile] | None:
+    """What was measured with this model, as many workers and the same settings on this machine, the newest first.
+
+    Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
+    """
+    wanted = {
+        "files": [file.fingerprint for file in spec.files],
+        "hosts": [socket.gethostname()] * settings.workers,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": settings.threads,
+        "gearshift": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "environment": speed_variables(environment),
+        "links": to_builtins(settings.link_options),
+    }
+    if settings.compute_type is not None:
+        wanted["compute_type"] = str(settings.compute_type)
+    if settings.kv_format is not None:
+        wanted["kv_type"] = [str(settings.kv_format.key), str(settings.kv_format.value)]
+    found = [
+        one
+        for one in _newest_first(costs_folder(environment))
+        if _suits(one[1].facts, wanted, settings.device)
+    ]
+    as_placed = placement_digest(
+        place(
+            spec,
+            settings.workers,
+            layer_cuts=settings.layer_split,
+            layer_shares=settings.layer_shares,
+            tensor_shares=settings.tensor_shares,
+        )
+    )
+    exact = [one for one in found if one[1].facts.get("placement") == as_placed]
+    asked = settings.layer_split or settings.layer_shares or settings.tensor_shares
+    return next(iter(exact if asked else exact + found), None)
+
+
+def device_kind(facts: Mapping[str, object]) -> str:
+    """`cpu` where all named devices are, else cards."""
+    return CPU if set(_devices(facts)) == {CPU} else "cuda"
+
+
+def _devices(facts: Mapping[str, object]) -> list[str]:
+    devices = facts.get("devices")
+    return [str(device) for device in devices] if isinstance(devices, list) else []
+
+
+def _suits(facts: Mapping[str, object], wanted: Mapping[str, object], device: Device) -> bool:
+    kinds = {Device.CPU: (CPU,), Device.CUDA: ("cuda",), Device.AUTO: (CPU, "cuda")}
+    return device_kind(facts) in kinds[device] and all(
+        facts.get(name) == value for name, value in wanted.items()
+    )
+
+
+def _newest_first(folder: Path) -> Iterator[tuple[Path, CostFile]]:
+    """Files of costs that can be read; the others are for whoever measures to complain about."""
+    paths = [path for path in folder.glob("*.json") if path.is_file()] if folder.is_dir() else []
+    for path in sorted(paths, key=lambda one: one.stat().st_mtime, reverse=True):
+        try:
+            yield path, read_cost_file(path)
+        except InputError:
+            continue

@@ -1,0 +1,82 @@
+"""How a group would lie on this machine's memory, for `gearshift plan`: arithmetic over what is free now, no worker."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...coordinator.costs.cost_model import Costs
+from ...coordinator.fit.choice import ContextWish, with_usual_chunk
+from ...coordinator.fit.device_memory import DeviceMemory
+from ...coordinator.fit.memory import FitCase, RankMemory
+from ...coordinator.residency.regret import Regret
+from ...coordinator.residency.weight_keeper import WeightKeeper
+from ...coordinator.residency.weight_prices import regret_now
+from ...proto.device_table import read_cards
+from ...proto.errors import DoesNotFitError, InputError
+from ...proto.host_memory import free_memory_bytes
+from ...proto.ids import ComputeType, Layout
+from ...proto.placement.migration import migration
+from ...proto.visible_devices import visible_devices
+from ..doctor.fit_check import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
+from ..start.fitting import GroupPlan, fit_group
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """Where the model lies and what each rank takes. `told`: what had to be given up, or why it does not fit."""
+
+    case: FitCase
+    context_tokens: int
+    memory: tuple[RankMemory, ...]
+    told: tuple[str, ...] = ()
+
+    def regret(self, costs: Costs) -> Regret | None:
+        """What moving migrating weights would take at the speed of the links; None where none migrate."""
+        case = self.case
+        if not case.placement.migrating:
+            return None
+        ways = {to: migration(case.spec, case.placement, to, case.holding) for to in Layout}
+        return regret_now(WeightKeeper(case.placement.ranks, ways), costs, None, idle=True)
+
+
+def plan_memory(
+    plan: GroupPlan, device_kind: str, compute_type: ComputeType, wish: ContextWish
+) -> PlannedMemory:
+    """As the group would be started now; where the devices are not there, or it does not fit, as if it did."""
+    settled = replace(plan, settings=replace(plan.settings, compute_type=compute_type))
+    devices = _devices(device_kind, plan.settings.workers)
+    placement = settled.placement()
+    told: tuple[str, ...] = ()
+    if devices:
+        try:
+            fit = fit_group(settled, placement, devices, device_kind, wish).fit
+            return PlannedMemory(fit.case, fit.context_tokens, fit.memory, (*fit.warnings, *fit.notes))
+        except DoesNotFitError as error:
+            told = (str(error),)
+    case = settled.case(placement, device_kind, compute_type)
+    if not case.max_chunk_tokens:
+        process_bytes = CPU_PROCESS_BYTES if device_kind == CPU else CUDA_PROCESS_BYTES
+        case = with_usual_chunk(case, wish.tokens, [process_bytes] * placement.ranks)
+    return PlannedMemory(case, wish.tokens, case.memory(wish.tokens), told)
+
+
+def _devices(
+    device_kind: str, workers: int, environment: Mapping[str, str] = os.environ
+) -> tuple[DeviceMemory, ...]:
+    """One a worker; none where the machine has fewer cards, or does not tell what is free on them."""
+    if device_kind == CPU:
+        host = DeviceMemory("host", "this host", free_memory_bytes(), 0, coming_bytes=CPU_PROCESS_BYTES)
+        return (host,) * workers
+    cards = {card.device.uuid: card for card in read_cards()}
+    try:
+        visible = visible_devices(environment, [card.device for card in cards.values()])
+    except InputError:
+        return ()
+    found = [
+        DeviceMemory(row.uuid, f"cuda:{index}", free, 0, cards[row.uuid].display, CUDA_PROCESS_BYTES)
+        for index, row in enumerate(visible[:workers])
+        if (free := cards[row.uuid].free_bytes) is not None
+    ]
+    return tuple(found) if len(found) == workers else ()

@@ -1,0 +1,1 @@
+"""The workers' processes: started, watched, ended and started again."""

@@ -1,0 +1,1 @@
+"""What a user sets: flags, environment and config file, made into frozen settings."""

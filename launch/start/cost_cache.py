@@ -1,0 +1,176 @@
+"""Costs that were measured before, in the user's cache folder: one file for each model, group and version."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ... import __version__
+from ...coordinator.costs.cost_model import Costs
+from ...coordinator.costs.files import read_cost_file, write_costs
+from ...coordinator.costs.measuring import times_as_long
+from ...coordinator.costs.measuring_plan import MeasuringPlan
+from ...coordinator.driver import Driver
+from ...coordinator.group.load_result import LoadResult
+from ...proto.codec import PROTOCOL_VERSION
+from ...proto.errors import InputError
+from ...proto.model import ModelSpec
+from ...proto.placement.plan import Placement
+from ...proto.reports import Hello
+from ..console import note
+from ..settings.options import GroupSettings
+from ..settings.user_folders import costs_folder
+
+SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "OMP_NUM_THREADS")
+SPEED_PREFIXES = ("NCCL_", "GLOO_")
+
+ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
+
+MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
+
+Facts = dict[str, object]
+
+
+class Gathered(Protocol):
+    """A group whose workers have all joined."""
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CostPlace:
+    """Where the costs of one group are kept."""
+
+    path: Path
+    facts: Facts
+
+    def learn(self, driver: Driver) -> None:
+        """Keep what real work has taught, where it was enough: the next start begins with it."""
+        if driver.work_observed >= ENOUGH_OBSERVATIONS and driver.costs is not None:
+            keep_costs(self.path, driver.costs, self.facts)
+
+
+def settle_costs(
+    driver: Driver, cluster: Gathered, placement: Placement, loaded: LoadResult, settings: GroupSettings
+) -> CostPlace:
+    """Let the driver plan with the costs of this group: those kept from before that hold, else measured now and kept.
+
+    With `settings.measure` now in any case. A folder or file that is not as it should be is told, and no more.
+    """
+    facts = cost_facts(driver.spec, cluster, placement, loaded, settings, driver.measuring_plan())
+    path = cost_path(facts)
+    kept = None if settings.measure else read_kept(path, facts)
+    if kept is not None and still_holds(kept, driver):
+        note("costs of this group are known from before (--measure times them anew)")
+        driver.use_costs(kept)
+    else:
+        note("measuring what this group's work costs (later starts take it from this one)")
+        keep_costs(path, driver.measure_costs().costs, facts)
+    return CostPlace(path, facts)
+
+
+def still_holds(kept: Costs, driver: Driver) -> bool:
+    """Whether no work is much quicker than these costs say, by a chunk and a step of each kind; if not, it is told.
+
+    Other work can only add to what is timed: where it is quicker now, the costs were measured, or learnt, beside some.
+    They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. What is slower is learnt.
+    """
+    ratios = times_as_long(driver.measure(driver.measuring_plan().first_points()), kept)
+    least, most = min(ratios, default=1.0), max(ratios, default=1.0)
+    if least < 1 / MOST_OFF:
+        note(f"measuring anew: work takes {least:.2f} times as long as the costs known from before say")
+        return False
+    if most > MOST_OFF:
+        note(f"work takes up to {most:.1f} times as long as the costs known from before say: is this machine busy?")
+    return True
+
+
+def cost_facts(
+    spec: ModelSpec,
+    cluster: Gathered,
+    placement: Placement,
+    loaded: LoadResult,
+    settings: GroupSettings,
+    points: MeasuringPlan,
+    environment: Mapping[str, str] = os.environ,
+) -> Facts:
+    """All that costs depend on: where any of it differs they are measured anew."""
+    hellos = cluster.hellos
+    facts = {
+        "model": spec.name,
+        "files": [file.fingerprint for file in spec.files],
+        "devices": [hello.device for hello in hellos],
+        "hosts": [hello.host for hello in hellos],
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": settings.threads,
+        "paces": [hello.pace for hello in hellos],
+        "links": msgspec.to_builtins(settings.link_options),
+        "torch": sorted({hello.torch_version for hello in hellos}),
+        "gearshift": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "compute_type": loaded.compute_type,
+        "kv_type": [loaded.kv_format.key, loaded.kv_format.value],
+        "placement": placement_digest(placement),
+        "environment": speed_variables(environment),
+        "points": msgspec.to_builtins(points),
+    }
+    plain: Facts = json.loads(json.dumps(facts))  # as they come back from a file
+    return plain
+
+
+def speed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of the environment that change how fast ranks compute or reach each other."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in SPEED_VARIABLES or name.startswith(SPEED_PREFIXES)
+    }
+
+
+def placement_digest(placement: Placement) -> str:
+    """Equal for equal placements alone."""
+    return _digest(msgspec.to_builtins(placement))
+
+
+def cost_path(facts: Facts) -> Path:
+    """Where the costs of a group with these facts are kept."""
+    return costs_folder() / f"{_digest(facts)}.json"
+
+
+def read_kept(path: Path, facts: Facts) -> Costs | None:
+    """What is kept there, None where nothing is that can be used; why not is told."""
+    if not path.exists():
+        return None
+    try:
+        kept = read_cost_file(path)
+    except InputError as error:
+        note(f"measuring anew: {error}")
+        return None
+    if kept.facts != facts:
+        note(f"measuring anew: {path} was written for another group")
+        return None
+    return kept.costs
+
+
+def keep_costs(path: Path, costs: Costs, facts: Facts) -> bool:
+    """Whether they could be kept; why not is told."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_costs(path, costs, facts)
+    except OSError as error:
+        note(f"measured costs are not kept: {path.parent}: {error.strerror or error}")
+        return False
+    except InputError as error:
+        note(f"measured costs are not kept: {error}")
+        return False
+    return True
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

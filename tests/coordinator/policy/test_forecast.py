@@ -1,0 +1,104 @@
+"""How long a request would take, part by part: alone, beside running answers, with others like it, weights moving."""
+
+from dataclasses import replace
+
+import pytest
+
+from gearshift.coordinator.chunks.plan import Fixed, Limits
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.generation import KeptPrefix
+from gearshift.coordinator.policy.forecast import Forecast, Journey, Running, Task, chunk_plans, forecasts
+from gearshift.coordinator.residency.regret import Regret
+from gearshift.proto.ids import Layout, RequestId
+
+LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
+JOURNEYS = ((LAYER, LAYER), (LAYER, TENSOR), (TENSOR, LAYER), (TENSOR, TENSOR))
+COSTS = Costs(
+    stages=(ChunkCost(1.0, 0.0), ChunkCost(2.0, 0.0)),
+    tensor_prefill=ChunkCost(4.0, 0.0),
+    decode_layer=StepCost(((1, 0.5), (3, 0.7)), 1e-3),
+    decode_tensor=StepCost(((1, 0.25), (3, 0.35)), 1e-3),
+    to_tensor=ShiftCost(0.1, 0.01),
+    to_layer=ShiftCost(0.2, 0.02),
+)
+TASK = Task(prompt_tokens=30, steps=10)
+
+
+def predict(
+    task: Task = TASK, costs: Costs = COSTS, regret: Regret | None = None
+) -> dict[Journey, Forecast]:
+    plans = chunk_plans(task, costs, 2, Fixed((10,)), Limits(1, 1, 100), tuple(Layout))
+    return forecasts(task, costs, JOURNEYS, plans, regret)
+
+
+def test_the_parts_of_a_journey_are_back_prefill_exposed_shift_and_decode() -> None:
+    found = predict()
+    steps = 10 * (0.25 + 1e-3 * (30 + 5))
+    assert found[LAYER, TENSOR] == Forecast(
+        0.0, pytest.approx(1 + 3 * 2), pytest.approx(0.1 + 0.01 * 10), steps
+    )
+    assert found[TENSOR, TENSOR].prefill == pytest.approx(3 * 4)
+    assert found[TENSOR, TENSOR].exposed == 0.0
+    assert found[TENSOR, LAYER].exposed == pytest.approx(0.2 + 0.02 * 10)
+    assert found[LAYER, TENSOR].seconds == pytest.approx(7 + 0.2 + steps)
+
+
+def test_without_steps_nothing_is_shifted_and_no_step_need_have_been_measured() -> None:
+    found = predict(replace(TASK, steps=0), replace(COSTS, decode_layer=None, decode_tensor=None))
+    assert found[LAYER, TENSOR] == found[LAYER, LAYER] == Forecast(0.0, 7.0, 0.0, 0.0)
+
+
+def test_a_kept_prefix_moves_back_before_the_rest_is_read() -> None:
+    kept = replace(TASK, kept=KeptPrefix(RequestId(0), 20, TENSOR))
+    found = predict(kept)
+    assert found[LAYER, TENSOR].back == pytest.approx(0.2 + 0.02 * 20)
+    assert found[LAYER, TENSOR].prefill == pytest.approx(3.0)
+    assert found[TENSOR, TENSOR].back == 0.0
+
+
+def test_a_step_beside_running_answers_takes_what_the_whole_batch_takes() -> None:
+    joined = predict(replace(TASK, running=Running(tensor=2, cached_tokens=35)))
+    assert joined[LAYER, TENSOR].decode == pytest.approx(10 * (0.35 + 3 * 35e-3))
+    apart = 10 * (0.30 + 2 * 35e-3 + 0.5 + 35e-3)  # a tick then holds a step in each layout
+    assert joined[LAYER, LAYER].decode == pytest.approx(apart)
+
+
+def test_beside_running_answers_every_tick_of_a_prompt_holds_a_step() -> None:
+    step = 0.30 + 2 * 35e-3
+    found = predict(replace(TASK, running=Running(tensor=2, cached_tokens=35)))
+    assert found[LAYER, TENSOR].prefill == pytest.approx(1 + 2 + 2 + 2 + 4 * step)
+    assert found[TENSOR, TENSOR].prefill == pytest.approx(3 * 4 + 3 * step)
+
+
+def test_a_choice_follows_the_batch_that_is_running_now() -> None:
+    costs = replace(COSTS, decode_layer=StepCost(((1, 0.24), (3, 0.26))), to_tensor=ShiftCost())
+    alone, beside = (
+        predict(TASK, costs),
+        predict(replace(TASK, running=Running(tensor=2, cached_tokens=35)), costs),
+    )
+    assert alone[LAYER, LAYER].seconds < alone[LAYER, TENSOR].seconds
+    assert beside[LAYER, TENSOR].seconds < beside[LAYER, LAYER].seconds
+
+
+def test_alike_requests_fill_the_pipeline_once_and_share_their_steps() -> None:
+    found = predict(replace(TASK, requests=3))
+    assert found[LAYER, TENSOR].prefill == pytest.approx(1 + 9 * 2)
+    assert found[LAYER, TENSOR].decode == pytest.approx(10 * (0.35 + 3 * 35e-3))
+
+
+def test_weights_that_migrate_are_priced_before_the_prompt_and_before_the_answer() -> None:
+    found = predict(regret=Regret(TENSOR, to_tensor_seconds=3.0, to_layer_seconds=5.0))
+    assert found[LAYER, TENSOR].back == 5.0
+    assert found[LAYER, TENSOR].exposed == pytest.approx(3.0 + 0.2)
+    assert found[TENSOR, TENSOR].back == 0.0
+    assert found[TENSOR, LAYER].exposed == pytest.approx(5.0 + 0.4)
+
+
+def test_a_journey_with_a_part_that_was_not_measured_is_left_out() -> None:
+    assert set(predict(costs=replace(COSTS, tensor_prefill=None))) == {(LAYER, LAYER), (LAYER, TENSOR)}
+    assert set(predict(costs=replace(COSTS, decode_layer=None))) == {(LAYER, TENSOR), (TENSOR, TENSOR)}
+
+
+def test_a_shift_in_place_is_waited_for_as_a_whole() -> None:
+    assert predict()[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 10)
+    assert predict(replace(TASK, in_place=True))[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 30)

@@ -1,0 +1,217 @@
+"""`gearshift plan`: from costs alone, without a worker."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, LinkCost, ShiftCost, StepCost
+from gearshift.coordinator.costs.files import write_costs
+from gearshift.launch.command_line import run_command
+
+RIGS = Path(__file__).parents[3] / "examples" / "rigs"
+COSTS = Costs(
+    stages=(ChunkCost(1.0, 0.0), ChunkCost(2.0, 0.0)),
+    tensor_prefill=ChunkCost(4.0, 0.0),
+    decode_layer=StepCost(((1, 0.5),)),
+    decode_tensor=StepCost(((1, 0.25),)),
+    to_tensor=ShiftCost(1.0),
+    to_layer=ShiftCost(1.0),
+)
+WORDS = ("--prompt-tokens", "30", "--output-tokens", "11", "--chunk", "10")
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"devices": ["cpu", "cpu"]})
+    return path
+
+
+def facts_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    assert run_command(["plan", *map(str, words), "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_a_plan_from_costs_alone_tells_all_journeys_the_choice_and_the_chunks(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = facts_of(capsys, "--costs", costs_file, *WORDS)
+    assert (facts["prefill"], facts["decode"]) == ("layer", "tensor")
+    seconds = {(one["prefill"], one["decode"]): one["seconds"] for one in facts["journeys"]}
+    assert seconds == {
+        ("layer", "tensor"): 7 + 1 + 2.5,
+        ("layer", "layer"): 7 + 5.0,
+        ("tensor", "tensor"): 12 + 2.5,
+        ("tensor", "layer"): 12 + 1 + 5.0,
+    }
+    assert facts["break_even"] == {"stay": ["layer", "layer"], "shift": ["layer", "tensor"], "tokens": 4.0}
+    assert facts["chunks"] == [10, 10, 10]
+    assert facts["with_the_measured_shift"] is None
+
+
+def test_a_person_is_shown_a_table_the_reason_and_who_works_when(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", "--costs", str(costs_file), *WORDS]) == 0
+    told = capsys.readouterr().out
+    assert "choice: layer->tensor is predicted fastest for 30 tokens and 10 steps" in told
+    assert (
+        "break-even: layer->tensor overtakes layer->layer with about 4 answer tokens behind the first" in told
+    )
+    assert "3 chunks (10 x 3)" in told
+    assert all(line in told for line in ("chosen │ layer ", "\nrank 0 000", "\nrank 1 ...", "tick   0"))
+    assert max(map(len, told.splitlines())) <= 200
+
+
+def test_another_shift_can_be_asked_about(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = facts_of(capsys, "--costs", costs_file, *WORDS, "--shift-seconds", "9")
+    assert (facts["prefill"], facts["decode"]) == ("layer", "layer")
+    assert facts["break_even"]["tokens"] == pytest.approx(36)
+    assert facts["with_the_measured_shift"]["decode"] == "tensor"
+    assert facts["with_the_measured_shift"]["break_even"]["tokens"] == pytest.approx(4)
+
+
+def test_layouts_that_were_asked_for_are_taken_beside_all_that_were_compared(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = facts_of(capsys, "--costs", costs_file, *WORDS, "--prefill", "tensor", "--decode", "tensor")
+    assert (facts["prefill"], facts["decode"], facts["reason"]) == ("tensor", "tensor", "asked for")
+    assert len(facts["journeys"]) == 4
+
+
+def test_the_devices_of_the_costs_tell_the_chunk_grid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = {}
+    for devices in (["cpu", "cpu"], ["a card", "a card"]):
+        path = tmp_path / "costs.json"
+        write_costs(path, COSTS, {"devices": devices, "max_chunk_tokens": 4096})
+        facts = facts_of(
+            capsys, "--costs", path, "--prompt-tokens", "4000", "--chunk", "sqrt:1", "--prefill", "layer"
+        )
+        chunks[devices[0]] = facts["chunks"][0]
+    assert chunks == {"cpu": 64, "a card": 512}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "give a MODEL, or measured costs by --costs"),
+        (("--costs", "nowhere.json"), "nowhere.json"),
+        (("--costs", "COSTS", "--workers", "3"), "--workers 3: the costs in"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    words: tuple[str, ...], told: str, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(costs_file) if word == "COSTS" else word for word in words]
+    assert run_command(["plan", *given, *WORDS]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rig", "prompt", "chosen", "with_a_shift"),
+    [
+        ("4070_3060_q5_k_m", 58_300, ("layer", "layer"), ("layer", "tensor")),
+        ("4070_3060_iq2_m", 17_055, ("layer", "layer"), ("layer", "tensor")),
+    ],
+)
+def test_the_published_rigs_are_planned_from_their_files(
+    rig: str,
+    prompt: int,
+    chosen: tuple[str, str],
+    with_a_shift: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--costs", RIGS / f"{rig}.json", "--prompt-tokens", str(prompt), "--output-tokens", "128")
+    facts = facts_of(capsys, *words)
+    assert (facts["prefill"], facts["decode"]) == chosen
+    facts = facts_of(capsys, *words, "--shift-seconds", "0.3")
+    assert (facts["prefill"], facts["decode"]) == with_a_shift
+
+
+@pytest.mark.parametrize(("prompt", "chunk"), [(2_013, 1024), (3_865, 1024), (10_041, 2048), (28_998, 3328)])
+def test_four_gp100_are_planned_with_the_published_chunks(
+    prompt: int, chunk: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt-tokens", str(prompt), "--output-tokens", "1", "--chunk", "sqrt")
+    facts = facts_of(capsys, "--costs", RIGS / "four_gp100.json", *words)
+    assert facts["chunks"][0] == facts["plain_rule_chunk"] == chunk
+
+
+def test_with_a_model_the_plan_tells_its_memory_by_rank_and_phase(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("demo", "--workers", "2", "--costs", costs_file, "--context", "1024", *WORDS)
+    facts = facts_of(capsys, *words)
+    assert facts["context_tokens"] == 1024
+    for rank in facts["memory"]:
+        phases = (rank["prefill_bytes"], rank["shift_bytes"], rank["decode_bytes"])
+        assert rank["peak_bytes"] == max(phases)
+        assert min(phases) > rank["weight_bytes"] + rank["kv_bytes"]
+    assert run_command(["plan", *map(str, words)]) == 0
+    assert "memory, MiB, for 1,024 tokens of context" in capsys.readouterr().out
+
+
+def test_costs_of_another_number_of_workers_are_refused_beside_a_model(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", "demo", "--workers", "3", "--costs", str(costs_file), *WORDS]) == 2
+    assert "--workers 3: the costs in" in capsys.readouterr().err
+
+
+def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    facts = {"devices": ["cpu", "cpu"], "compute_type": "bf16"}
+    write_costs(path, replace(COSTS, link=LinkCost(0.0, 1e6)), facts)
+    words = ("demo", "--workers", "2", "--costs", path, *WORDS)
+    ample = facts_of(capsys, *words)
+    assert not any("migrate" in line for line in ample["memory_told"])
+    tight = facts_of(capsys, *words, "--context", "512", "--memory-limit", "350MiB")
+    assert any("migrate" in line for line in tight["memory_told"])
+    moved = {(one["prefill"], one["decode"]): one["exposed_seconds"] for one in tight["journeys"]}
+    assert moved["layer", "tensor"] > 10  # tens of MiB at 1 MB/s
+    assert (tight["prefill"], tight["decode"]) == ("layer", "layer")
+    assert "leaves weights where they are" in tight["reason"]
+
+
+def test_what_does_not_fit_is_planned_and_told(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("demo", "--workers", "2", "--costs", costs_file, *WORDS)
+    facts = facts_of(capsys, *words, "--memory-limit", "200MiB")
+    assert len(facts["journeys"]) == 4
+    assert "does not fit" in facts["memory_told"][0]
+
+
+def test_a_files_words_reach_the_terminal_without_what_it_obeys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"model": "a\x1b[31m \ud800" + "x" * 1000, "devices": ["b\x07"]})
+    assert run_command(["plan", "--costs", str(path), *WORDS]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.startswith("a?[31m ?xxx")
+    assert "x... on b?: " in heading
+    assert len(heading) < 300
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-p", str(10**12)), "less than or equal to 10000000"),
+        (("-p", "9000000", "--chunk", "1"), "are 9000000 chunks of at most 1 tokens on 2 ranks"),
+        (("-p", "9000000", "--max-chunk", "16"), "take longer chunks"),
+        (("-p", "5", "-n", str(10**400)), "less than or equal to 10000000"),
+        (("-p", "5", "--shift-seconds", "inf"), "less than or equal to"),
+    ],
+)
+def test_what_would_be_planned_without_end_is_refused(
+    costs_file: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert run_command(["plan", "--costs", str(costs_file), *words]) == 2
+    assert said in capsys.readouterr().err

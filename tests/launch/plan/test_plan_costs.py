@@ -1,0 +1,111 @@
+"""Which of the costs that were measured earlier a plan takes."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs
+from gearshift.coordinator.costs.measuring_plan import MeasuringPlan
+from gearshift.coordinator.group.cluster import Cluster
+from gearshift.coordinator.group.load_result import LoadResult
+from gearshift.launch.plan.costs import kept_costs
+from gearshift.launch.settings.options import Device, GroupSettings, group_settings
+from gearshift.launch.start.cost_cache import cost_facts, cost_path, keep_costs
+from gearshift.proto.ids import ComputeType, KvType, Rank
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.reports import Hello
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+
+SPEC = model_spec([layer_spec()] * 4, vocab=60)
+F32 = KvFormat(KvType.F32, KvType.F32)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Joined:
+    """A cluster, as far as facts go."""
+
+    def __init__(self, workers: int, device: str, host: str) -> None:
+        one = Hello(Rank(0), 1, "", workers, 0, 1, host, device, "2.0")
+        self.hellos = tuple(msgspec.structs.replace(one, rank=Rank(rank)) for rank in range(workers))
+
+
+def keep(
+    per_token: float,
+    *,
+    workers: int = 2,
+    device: str = "cpu",
+    host: str = "",
+    shares: tuple[float, ...] | None = None,
+    threads: int | None = None,
+    age_seconds: int = 0,
+) -> None:
+    """What a group leaves that was measured so long ago; `per_token` tells it from others."""
+    cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
+    loaded = LoadResult(0.0, ComputeType.F32, F32, (0,) * workers, (0,) * workers)
+    placement = place(SPEC, workers, layer_shares=shares)
+    settings = group_settings(workers=workers, threads=threads)
+    facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(((0, 64),)))
+    path = cost_path(facts)
+    assert keep_costs(path, Costs(stages=(ChunkCost(0.0, per_token),) * workers), facts)
+    then = path.stat().st_mtime - age_seconds
+    os.utime(path, (then, then))
+
+
+def found(settings: GroupSettings | None = None) -> float | None:
+    kept = kept_costs(SPEC, settings or group_settings(workers=2))
+    return None if kept is None else kept[1].costs.stages[0].per_token
+
+
+def test_costs_of_such_a_group_on_this_machine_are_found() -> None:
+    assert found() is None
+    keep(1.0)
+    assert found() == 1.0
+    assert found(group_settings(workers=2, device=Device.CPU, compute_type="f32", kv_type="f32")) == 1.0
+
+
+def test_costs_of_other_groups_are_not() -> None:
+    keep(1.0, workers=3)
+    keep(2.0, host="elsewhere")
+    keep(3.0, threads=7)
+    assert found() is None
+    keep(4.0)
+    for other in (
+        group_settings(workers=2, device=Device.CUDA),
+        group_settings(workers=2, compute_type="bf16"),
+        group_settings(workers=2, kv_type="f16"),
+        group_settings(workers=2, no_peer=True),
+    ):
+        assert found(other) is None
+
+
+def test_the_newest_is_taken_but_one_that_lay_as_it_would_now_goes_before() -> None:
+    keep(1.0, age_seconds=20)
+    keep(2.0, shares=(3.0, 1.0), age_seconds=10)
+    assert found() == 1.0
+    assert found(group_settings(workers=2, layer_share="3,1")) == 2.0
+    assert found(group_settings(workers=2, layer_share="1,3")) is None
+    keep(3.0, device="a card")
+    assert found() == 3.0
+
+
+def test_shares_that_nobody_asked_for_may_be_others() -> None:
+    keep(1.0, shares=(3.0, 1.0), age_seconds=10)
+    keep(2.0, shares=(1.0, 3.0))
+    assert found() == 2.0
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    keep(1.0)
+    (tmp_path / "gearshift" / "costs" / "zz.json").write_text("{")
+    assert found() == 1.0
+    assert found(replace(group_settings(workers=2), workers=4)) is None

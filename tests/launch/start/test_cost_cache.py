@@ -1,0 +1,222 @@
+"""Costs kept from one start to the next: used where nothing has changed, measured anew where something has."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gearshift.coordinator.chunks.plan import Fixed
+from gearshift.coordinator.costs.cost_model import StepCost
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.driver_settings import DriverSettings
+from gearshift.coordinator.generation import GenerationRequest
+from gearshift.coordinator.group.load_result import LoadResult
+from gearshift.coordinator.one_request import generate
+from gearshift.launch.settings.options import GroupSettings, group_settings
+from gearshift.launch.start import cost_cache
+from gearshift.launch.start.cost_cache import (
+    ENOUGH_OBSERVATIONS,
+    CostPlace,
+    cost_facts,
+    cost_path,
+    keep_costs,
+    read_kept,
+    settle_costs,
+)
+from gearshift.proto.commands import LinkOptions, MeasureCosts
+from gearshift.proto.ids import ComputeType, KvType, Layout, Rank
+from gearshift.proto.kv import KvFormat
+from gearshift.proto.model import ModelSpec
+from gearshift.proto.placement.cuts import place
+from gearshift.proto.reports import Hello
+from gearshift.tests.helpers.fake_group import FakeGroup
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+
+SPEC = model_spec([layer_spec()] * 4, vocab=60)
+PLACEMENT = place(SPEC, 2)
+HELLO = Hello(Rank(0), 1, "", 2, 0, 1, "here", "cpu", "2.0")
+
+
+class GroupOfWorkers(FakeGroup):
+    """With the hellos a cluster has."""
+
+    hellos = (HELLO, msgspec.structs.replace(HELLO, rank=Rank(1)))
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gearshift" / "costs"
+
+
+def settings(**changes: Any) -> GroupSettings:
+    return replace(group_settings(workers=2, threads=1), **changes)
+
+
+def started(speeds: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> tuple[Driver, bool, CostPlace]:
+    """A driver that has its costs, whether they were measured, and where they are kept. `changes`: of its settings."""
+    group = GroupOfWorkers(2, (200, 200), vocab=60, measured_speeds=speeds)
+    driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
+    loaded = driver.load()
+    place = settle_costs(driver, group, PLACEMENT, loaded, settings(**changes))
+    assert driver.costs is not None
+    measured = any(isinstance(command, MeasureCosts) and command.transfer_bytes for command in group.log)
+    return driver, measured, place
+
+
+def test_the_second_start_of_a_group_measures_nothing_and_plans_with_the_same_costs(cache_of_its_own: Path) -> None:
+    first, measured, _ = started()
+    assert measured
+    assert len(list(cache_of_its_own.iterdir())) == 1
+    second, measured, _ = started()
+    assert not measured
+    assert second.costs == first.costs
+
+
+@pytest.mark.parametrize("speeds", [(1.2, 1.2), (1.0, 1.2), (0.5, 0.5), (1.0, 0.5)])
+def test_costs_are_taken_where_no_work_is_much_quicker_than_they_say(
+    speeds: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, _ = started()
+    second, measured, place = started(speeds)
+    assert not measured
+    assert second.costs == first.costs
+    assert ("up to 2.0 times as long" in capsys.readouterr().err) == (min(speeds) < 0.8), "busy now: that is told"
+    assert read_kept(place.path, place.facts) == first.costs
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ((0.4, 0.4), (1.0, 1.0), "0.4"),  # measured beside other work, which has ended
+        ((0.5, 1.0), (1.0, 1.0), "0.5"),  # that slowed one rank alone
+        ((1.0, 1.0), (0.4, 2.0), "0.5"),
+    ],
+)
+def test_costs_measured_beside_other_work_are_measured_anew_once_that_has_ended(
+    then: tuple[float, ...], now: tuple[float, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, _ = started(then)
+    second, measured, _ = started(now)
+    assert measured
+    assert f"measuring anew: work takes {told}" in capsys.readouterr().err
+    assert second.costs != first.costs
+    third, measured, _ = started(now)
+    assert not measured
+    assert third.costs == second.costs
+
+
+def test_costs_learnt_beside_other_work_are_measured_anew_once_that_has_ended() -> None:
+    driver, _, place = started()
+    costs = driver.costs
+    assert costs is not None
+    assert costs.decode_tensor is not None
+    (batch, seconds), *more = costs.decode_tensor.seconds_of_batch
+    slow = StepCost(((batch, 1.5 * seconds), *more), costs.decode_tensor.per_cached_token)
+    assert keep_costs(place.path, replace(costs, decode_tensor=slow), place.facts)
+    second, measured, _ = started()
+    assert measured
+    assert second.costs == costs
+
+
+def test_it_is_measured_anew_where_that_is_asked_for() -> None:
+    started()
+    assert started(measure=True)[1]
+
+
+def test_another_group_has_costs_of_its_own(cache_of_its_own: Path) -> None:
+    started()
+    assert started(threads=2)[1]
+    assert len(list(cache_of_its_own.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"gearshift_costs": 1, "costs": {"stages": []}}'])
+def test_a_damaged_file_is_told_and_written_anew(
+    text: str, cache_of_its_own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started()
+    (path,) = cache_of_its_own.iterdir()
+    path.write_text(text)
+    assert started()[1]
+    assert f"measuring anew: {path}" in capsys.readouterr().err
+    assert not started()[1], "it was written anew"
+
+
+def test_a_file_of_another_group_under_this_name_is_not_taken(
+    cache_of_its_own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started()
+    (path,) = cache_of_its_own.iterdir()
+    path.write_text(path.read_text().replace('"threads": 1', '"threads": 7'))
+    assert started()[1]
+    assert "was written for another group" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_no_more(
+    cache_of_its_own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache_of_its_own.parent.mkdir()
+    cache_of_its_own.write_text("a file where the folder should be")
+    assert started()[1]
+    assert "measured costs are not kept" in capsys.readouterr().err
+
+
+def facts(environment: Mapping[str, str] | None = None, **changes: Callable[[Any], Any]) -> Path:
+    """Where the costs of a group would be kept that differs in these."""
+    group = GroupOfWorkers(2, (1, 1))
+    driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
+    chosen: dict[str, Any] = {
+        "spec": SPEC,
+        "placement": PLACEMENT,
+        "loaded": LoadResult(0.0, ComputeType.F32, KvFormat(KvType.F32, KvType.F32), (0, 0), (0, 0)),
+        "points": driver.measuring_plan(),
+        "hellos": group.hellos,
+        "settings": settings(),
+    }
+    chosen |= {name: change(chosen[name]) for name, change in changes.items()}
+    group.hellos = chosen.pop("hellos")
+    return cost_path(cost_facts(cluster=group, environment=environment or {}, **chosen))
+
+
+def with_another_file(spec: ModelSpec) -> ModelSpec:
+    return msgspec.structs.replace(spec, files=(msgspec.structs.replace(spec.files[0], fingerprint="x"),))
+
+
+def test_all_that_costs_depend_on_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_card = (HELLO, msgspec.structs.replace(HELLO, rank=Rank(1), device="another"))
+    other_torch = tuple(msgspec.structs.replace(hello, torch_version="2.1") for hello in (HELLO, HELLO))
+    paths = [
+        facts(),
+        facts(hellos=lambda _: other_card),
+        facts(hellos=lambda _: other_torch),
+        facts(placement=lambda _: place(SPEC, 2, layer_cuts=(1,))),
+        facts(loaded=lambda one: replace(one, compute_type=ComputeType.BF16)),
+        facts(loaded=lambda one: replace(one, kv_format=KvFormat(KvType.F32, KvType.F16))),
+        facts(spec=with_another_file),
+        facts(points=lambda one: replace(one, steps=one.steps[:1])),
+        facts(settings=lambda one: replace(one, threads=2)),
+        facts(settings=lambda one: replace(one, link_options=LinkOptions(no_peer=True))),
+        facts({"NCCL_P2P_DISABLE": "1"}),
+        facts({"GEARSHIFT_NO_PEER": "1"}),
+    ]
+    monkeypatch.setattr(cost_cache, "__version__", "another")
+    paths.append(facts())
+    assert len(set(paths)) == len(paths)
+    assert facts({"PAGER": "less"}) == facts({"TERM": "dumb"}) == paths[-1]
+
+
+def test_what_long_work_has_taught_is_kept_and_little_is_not() -> None:
+    driver, _, place = started()
+    kept = driver.costs
+    request = GenerationRequest((1,) * 60, 1, prefill=Layout.LAYER, decode=Layout.LAYER, chunk_rule=Fixed((4,)))
+    list(generate(driver, request))
+    assert 0 < driver.work_observed < ENOUGH_OBSERVATIONS
+    place.learn(driver)
+    assert read_kept(place.path, place.facts) == kept
+    while driver.work_observed < ENOUGH_OBSERVATIONS:
+        list(generate(driver, request))
+    place.learn(driver)
+    assert read_kept(place.path, place.facts) == driver.costs != kept
