@@ -353,6 +353,7 @@ class Driver:
 
     def _hear(self, report: AnyReport, now: float) -> None:
         self._handle(report)
+        self._known_costs.hear(report)
         if self._trace is not None:
             self._trace.reported(report, now)
 
@@ -360,7 +361,6 @@ class Driver:
         match report:
             case TickFinished():
                 self._scheduler.tick_finished(report)
-                self._known_costs.tick_finished(report)
             case ShiftPrepared():
                 self._scheduler.shift_prepared(report)
             case ShiftCommitted():

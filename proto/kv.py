@@ -2,10 +2,14 @@
 
 from msgspec import Struct
 
-from .ids import KvType
+from .ids import KvType, Layout
 
 BLOCK_TOKENS = 64  # tokens in one block: a bundle holds one block
 LEAST_MOVED_BLOCKS = 16
+# What a prompt's last chunk writes leaves in pieces, the last when the chunk is done and the others before: as many as
+# are each worth a stage's keys and values of so many blocks. Posting one takes the host longer than moving less.
+BLOCKS_A_PIECE = 4
+MOST_PIECES = 8
 
 
 def block_count(tokens: int) -> int:
@@ -19,6 +23,14 @@ def most_moved_blocks(longest_chunk: int) -> int:
     As many as the longest chunk completes, and the one it leaves unfinished; of a kept prefix no fewer than 16.
     """
     return max(LEAST_MOVED_BLOCKS, longest_chunk // BLOCK_TOKENS + 2)
+
+
+def late_pieces(to: Layout, blocks: int) -> int:
+    """In how many pieces so many blocks that a prompt's last chunk writes leave for `to`; cut by layers.
+
+    To the layer layout in one: under tensor parallelism all ranks have a chunk's keys and values at its end.
+    """
+    return min(max(1, blocks // BLOCKS_A_PIECE), MOST_PIECES) if to is Layout.TENSOR else 1
 
 
 class KvFormat(Struct, frozen=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..proto.commands import Chunk, Move
 from ..proto.ids import Layout, Rank
+from ..proto.kv import late_pieces
 from ..proto.placement.plan import Placement
 from ..proto.reports import DamagedMove
 from .checksums import salt_of
@@ -22,11 +23,6 @@ from .kv import Bundle, KvStore, SlotRun
 from .links.kv_moves import KvMoves, MoveHandle
 from .parcels import Parcels, Place, Verdicts
 from .requests import RequestState, ShiftInProgress
-
-# What a prompt's last chunk writes leaves in pieces, the last when the chunk is done and the others before: as many as
-# are each worth a stage's keys and values of so many blocks. Posting one takes the host longer than moving less.
-BLOCKS_A_PIECE = 4
-MOST_PIECES = 8
 
 Piece = tuple[int, int]  # (number, of how many)
 WHOLE: Piece = (0, 1)
@@ -162,14 +158,6 @@ class Mover:
         return transfers
 
 
-def _pieces(moves: Sequence[Move]) -> int:
-    """How many late moves are cut into: the same on all ranks."""
-    if not moves:
-        return 0
-    blocks = max(move.end_block - move.first_block for move in moves)
-    return min(max(1, blocks // BLOCKS_A_PIECE), MOST_PIECES)
-
-
 def piece_of(layers: Iterable[int], piece: Piece) -> list[int]:
     """A stage's layers cut evenly; perhaps none."""
     number, count = piece
@@ -228,7 +216,8 @@ class LateMoves:
         self._start, self._all_started = start, all_started
         # What a chunk under tensor parallelism writes is all written last: then all leaves behind all chunks.
         self._in_pieces = all(move.to is Layout.TENSOR for move in moves)
-        self._count = _pieces(moves) if self._in_pieces else 1
+        counts = [late_pieces(move.to, move.end_block - move.first_block) for move in moves]
+        self._count = max(counts, default=0) if self._in_pieces else 1
         self._started = 0
         self._follows = False
 

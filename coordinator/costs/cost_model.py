@@ -7,6 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.ids import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
@@ -67,7 +69,18 @@ class ShiftCost:
     per_token_seconds: float = 0.0
 
     def seconds(self, tokens: int) -> float:
+        """All of it, from the first byte to the last."""
         return self.fixed_seconds + self.per_token_seconds * tokens if tokens > 0 else 0.0
+
+    def exposed_seconds(self, tokens: int, pieces: int, chunk_seconds: float) -> float:
+        """Of what a prompt's last chunk of `tokens` writes, from that chunk's end.
+
+        It leaves in so many `pieces`, evenly while the chunk is read in `chunk_seconds`, the last one at its end. Where
+        the link is slower than the chunk, those before are not through by then.
+        """
+        moved = self.per_token_seconds * tokens
+        before = chunk_seconds * (pieces - 1) / pieces
+        return self.fixed_seconds + max(moved / pieces, moved - before) if tokens > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,9 @@ class Costs:
     host_link: LinkCost | None = None  # from host memory to a device, the slowest
     layer_seconds: LayerSeconds | None = None
     all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
+
+    def shift(self, to: Layout) -> ShiftCost:
+        return self.to_tensor if to is Layout.TENSOR else self.to_layer
 
 
 def interpolated(points: Sequence[tuple[int, float]], at: float) -> float:

@@ -1,7 +1,7 @@
 """The costs that requests are planned with: measured or given, and corrected by what work really took. Pure."""
 
 from ...proto.commands import RunTick
-from ...proto.reports import TickFinished
+from ...proto.reports import AnyReport, KvHashed, ShiftCommitted, ShiftDamaged, TickFinished
 from .cost_model import Costs
 from .refinement import CostRefinement
 
@@ -31,6 +31,14 @@ class KnownCosts:
         if self._refinement is not None:
             self._refinement.tick_sent(tick)
 
-    def tick_finished(self, report: TickFinished) -> None:
-        if self._refinement is not None:
-            self._refinement.tick_finished(report)
+    def hear(self, report: AnyReport) -> None:
+        """What a rank reports; from most of it there is nothing to learn."""
+        if self._refinement is None:
+            return
+        match report:
+            case TickFinished():
+                self._refinement.tick_finished(report)
+            case ShiftCommitted():
+                self._refinement.shifts.committed(report)
+            case ShiftDamaged() | KvHashed():  # moved twice, or hashed before the commit
+                self._refinement.shifts.forget(report.request)

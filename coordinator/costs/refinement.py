@@ -17,6 +17,7 @@ from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
 from .cost_model import ChunkCost, Costs, StepCost
+from .shift_refinement import ShiftRefinement
 
 Array = npt.NDArray[np.float64]
 
@@ -170,6 +171,7 @@ class CostRefinement:
             for layout, step in ((Layout.LAYER, costs.decode_layer), (Layout.TENSOR, costs.decode_tensor))
             if step is not None
         }
+        self.shifts = ShiftRefinement(costs)
         self._sent: dict[int, _Sent] = {}
 
     @property
@@ -184,11 +186,13 @@ class CostRefinement:
             tensor_prefill=tensor,
             decode_layer=steps.get(Layout.LAYER, self._costs.decode_layer),
             decode_tensor=steps.get(Layout.TENSOR, self._costs.decode_tensor),
+            to_tensor=self.shifts.cost(Layout.TENSOR),
+            to_layer=self.shifts.cost(Layout.LAYER),
         )
 
     @property
     def counted(self) -> int:
-        """Observations so far."""
+        """Chunks and steps observed so far."""
         return sum(fit.counted for fit in self._fits())
 
     def _fits(self) -> list[FadingFit]:
@@ -197,6 +201,7 @@ class CostRefinement:
 
     def tick_sent(self, tick: RunTick) -> None:
         self._sent[tick.sequence] = _Sent(tick)
+        self.shifts.tick_sent(tick)
 
     def tick_finished(self, report: TickFinished) -> None:
         """What one rank says a tick took; ticks are known by `tick_sent`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...proto.ids import Layout
+from ...proto.kv import BLOCK_TOKENS, block_count, late_pieces
 from ..chunks.flow_shop import chunk_seconds, makespan, makespan_in_ticks
 from ..chunks.plan import ChunkPlan, ChunkRule, Limits, plan_chunks
 from ..costs.cost_model import Costs, StepCost
@@ -151,24 +152,26 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
 def _back_seconds(task: Task, costs: Costs, prefill: Layout, regret: Regret | None) -> float:
     """A kept prefix moves before anything is read: all of its way back is waited for."""
     moved = task.cached_tokens if task.kept is not None and task.kept.layout is not prefill else 0
-    return _shift_seconds(costs, prefill, moved) + (regret.move_seconds(prefill) if regret else 0.0)
+    return costs.shift(prefill).seconds(moved) + (regret.move_seconds(prefill) if regret else 0.0)
 
 
 def _exposed_seconds(
     task: Task, costs: Costs, journey: Journey, chunks: Sequence[int], regret: Regret | None
 ) -> float:
-    """Full blocks were streamed behind the chunks before: the last chunk's are what decode waits for.
-
-    In place all of them are.
-    """
+    """What the chunks before the last wrote was streamed behind them; in place all is moved behind the prompt."""
     prefill, decode = journey
     if prefill is decode or task.steps == 0:
         return 0.0
     moved = 0.0
     if regret is not None:
         moved = regret.to_tensor_seconds if decode is Layout.TENSOR else regret.to_layer_seconds
-    return _shift_seconds(costs, decode, task.prompt_tokens if task.in_place else chunks[-1]) + moved
+    if task.in_place:
+        return costs.shift(decode).seconds(task.prompt_tokens) + moved
+    return _late_seconds(costs, decode, task.prompt_tokens - chunks[-1], chunks[-1]) + moved
 
 
-def _shift_seconds(costs: Costs, to: Layout, tokens: int) -> float:
-    return (costs.to_tensor if to is Layout.TENSOR else costs.to_layer).seconds(tokens)
+def _late_seconds(costs: Costs, to: Layout, cached: int, tokens: int) -> float:
+    """What is left of a shift behind the last chunk: of `tokens` after `cached` ones, read on the last stage."""
+    blocks = block_count(cached + tokens) - cached // BLOCK_TOKENS
+    chunk_seconds = costs.stages[-1].seconds(cached, tokens)
+    return costs.shift(to).exposed_seconds(tokens, late_pieces(to, blocks), chunk_seconds)

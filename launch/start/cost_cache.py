@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -49,11 +49,17 @@ class CostPlace:
 
     path: Path
     facts: Facts
+    at_start: Costs
 
     def learn(self, driver: Driver) -> None:
-        """Keep what real work has taught, where it was enough: the next start begins with it."""
+        """Keep what real work has taught, where it was enough: the next start begins with it.
+
+        But for shifts: what they took beside other work would keep answers from being shifted, and no start times one.
+        """
         if driver.work_observed >= ENOUGH_OBSERVATIONS and driver.costs is not None:
-            keep_costs(self.path, driver.costs, self.facts)
+            start = self.at_start
+            learnt = replace(driver.costs, to_tensor=start.to_tensor, to_layer=start.to_layer)
+            keep_costs(self.path, learnt, self.facts)
 
 
 def settle_costs(
@@ -71,8 +77,9 @@ def settle_costs(
         driver.use_costs(kept)
     else:
         note("measuring what this group's work costs (later starts take it from this one)")
-        keep_costs(path, driver.measure_costs().costs, facts)
-    return CostPlace(path, facts)
+        kept = driver.measure_costs().costs
+        keep_costs(path, kept, facts)
+    return CostPlace(path, facts, kept)
 
 
 def still_holds(kept: Costs, driver: Driver) -> bool:

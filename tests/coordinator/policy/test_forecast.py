@@ -99,6 +99,35 @@ def test_a_journey_with_a_part_that_was_not_measured_is_left_out() -> None:
     assert set(predict(costs=replace(COSTS, decode_layer=None))) == {(LAYER, TENSOR), (TENSOR, TENSOR)}
 
 
+def late(chunks: tuple[int, ...], chunk_seconds: float, journey: Journey = (LAYER, TENSOR)) -> float:
+    """Exposed seconds of a shift whose moves take 10 ms a token and 0.1 s beside that."""
+    shift, stage = ShiftCost(0.1, 0.01), ChunkCost(chunk_seconds, 0.0)
+    costs = replace(COSTS, stages=(ChunkCost(9e3, 0.0), stage), to_tensor=shift, to_layer=shift)
+    task = replace(TASK, prompt_tokens=sum(chunks))
+    plans = chunk_plans(task, costs, 2, Fixed(chunks), Limits(1, 1, 4096), tuple(Layout))
+    return forecasts(task, costs, JOURNEYS, plans)[journey].exposed
+
+
+@pytest.mark.parametrize(("chunk", "pieces"), [(448, 1), (512, 2), (1024, 4), (2048, 8), (4096, 8)])
+def test_only_the_last_piece_of_a_long_last_chunk_is_waited_for(chunk: int, pieces: int) -> None:
+    assert late((chunk, chunk), chunk_seconds=1e3) == pytest.approx(0.1 + 0.01 * chunk / pieces)
+
+
+def test_what_a_prompt_read_under_tensor_parallelism_wrote_last_leaves_in_one_piece() -> None:
+    assert late((2048, 2048), 1e3, (TENSOR, LAYER)) == pytest.approx(0.1 + 0.01 * 2048)
+
+
+def test_a_link_slower_than_the_last_stage_hides_no_more_than_the_chunk_takes_there() -> None:
+    assert late((2048, 2048), chunk_seconds=8.0) == pytest.approx(0.1 + 20.48 - 7.0)
+    assert late((2048, 2048), chunk_seconds=0.0) == pytest.approx(0.1 + 20.48)
+    assert late((2048, 2048), chunk_seconds=20.48) == pytest.approx(0.1 + 20.48 / 8)
+
+
+def test_a_block_that_the_last_chunk_finishes_leaves_with_it() -> None:
+    assert late((63, 386), 1e3) == pytest.approx(0.1 + 0.01 * 386 / 2), "eight blocks, the first and the last in part"
+    assert late((64, 385), 1e3) == pytest.approx(0.1 + 0.01 * 385), "seven"
+
+
 def test_a_shift_in_place_is_waited_for_as_a_whole() -> None:
     assert predict()[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 10)
     assert predict(replace(TASK, in_place=True))[LAYER, TENSOR].exposed == pytest.approx(0.1 + 0.01 * 30)

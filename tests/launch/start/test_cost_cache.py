@@ -220,3 +220,16 @@ def test_what_long_work_has_taught_is_kept_and_little_is_not() -> None:
         list(generate(driver, request))
     place.learn(driver)
     assert read_kept(place.path, place.facts) == driver.costs != kept
+
+
+def test_what_shifts_took_counts_until_the_group_ends_and_is_not_kept() -> None:
+    driver, _, place = started()
+    request = GenerationRequest((1,) * 60, 2, prefill=Layout.LAYER, decode=Layout.TENSOR, chunk_rule=Fixed((4,)))
+    while driver.work_observed < ENOUGH_OBSERVATIONS:
+        list(generate(driver, request))
+    place.learn(driver)
+    kept = read_kept(place.path, place.facts)
+    assert kept is not None
+    assert driver.costs is not None
+    assert driver.costs.to_tensor.fixed_seconds > 0.1 > kept.to_tensor.fixed_seconds > 0
+    assert replace(kept, to_tensor=driver.costs.to_tensor) == driver.costs
