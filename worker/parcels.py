@@ -80,29 +80,33 @@ def _slots(place: Place) -> Tensor:
     return place.run.index[place.first_block : place.end_block]
 
 
-FIRST_CELLS = 64
+CELLS = 64  # of one tensor
 
 
 class Verdicts:
     """Of all parcels that came for a shift: what each is, and on the device whether it is as it was sent."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cells = torch.zeros(FIRST_CELLS, dtype=torch.int64, device=device)
+        # Never replaced by longer ones: what was issued, perhaps on another stream, still adds to those there are.
+        self._cells = [torch.zeros(CELLS, dtype=torch.int64, device=device)]
         self._moves: list[DamagedMove] = []
 
     def cell(self, move: DamagedMove) -> tuple[Tensor, int]:
         """Where to add what is 0 if the parcel is as it was sent: a tensor, and the place in it."""
-        number = len(self._moves)
-        if number == len(self._cells):
-            self._cells = torch.cat([self._cells, torch.zeros_like(self._cells)])
+        which, number = divmod(len(self._moves), CELLS)
+        if which == len(self._cells):
+            self._cells.append(torch.zeros_like(self._cells[0]))
         self._moves.append(move)
-        return self._cells, number
+        return self._cells[which], number
 
     def damaged(self) -> Tensor:
         """f32 [1] on the device: 1 where any parcel is not as it was sent."""
-        return self._cells.any().float().view(1)
+        return self._all().any().float().view(1)
 
     def damaged_moves(self) -> tuple[DamagedMove, ...]:
         """Which these are, each once. On a GPU this waits for the moves."""
-        off = self._cells[: len(self._moves)].tolist()
+        off = self._all()[: len(self._moves)].tolist()
         return tuple(dict.fromkeys(move for move, by in zip(self._moves, off, strict=True) if by))
+
+    def _all(self) -> Tensor:
+        return self._cells[0] if len(self._cells) == 1 else torch.cat(self._cells)

@@ -18,7 +18,7 @@ from gearshift.worker.faults import FaultHooks, parse_faults
 from gearshift.worker.kv import KvStore, SlotRun
 from gearshift.worker.memory import MemoryLedger
 from gearshift.worker.moves import WHOLE, Exchange, Lane, LateMoves, Mover, MovesUnderWay, Piece, piece_of
-from gearshift.worker.parcels import FIRST_CELLS, Parcels, Place, Verdicts
+from gearshift.worker.parcels import CELLS, Parcels, Place, Verdicts
 from gearshift.worker.requests import RequestState, ShiftInProgress
 
 CPU = torch.device("cpu")
@@ -137,11 +137,21 @@ def test_a_piece_does_not_pass_for_another() -> None:
 
 def test_as_many_verdicts_as_come_are_kept() -> None:
     verdicts = Verdicts(CPU)
-    for number in range(3 * FIRST_CELLS):
+    for number in range(3 * CELLS):
         cells, place_in = verdicts.cell(DamagedMove(0, 1, number, number + 1))
-        cells[place_in] += int(number == FIRST_CELLS - 1)
+        cells[place_in] += int(number == CELLS - 1)
     assert verdicts.damaged().item() == 1
-    assert verdicts.damaged_moves() == (DamagedMove(0, 1, FIRST_CELLS - 1, FIRST_CELLS),)
+    assert verdicts.damaged_moves() == (DamagedMove(0, 1, CELLS - 1, CELLS),)
+
+
+def test_a_verdict_may_come_when_many_more_are_awaited() -> None:
+    verdicts, late = Verdicts(CPU), DamagedMove(1, 0, 2, 3)
+    cells, place_in = verdicts.cell(late)
+    for number in range(2 * CELLS):
+        verdicts.cell(DamagedMove(0, 1, number, number + 1))
+    cells[place_in] += 5
+    assert verdicts.damaged().item() == 1
+    assert verdicts.damaged_moves() == (late,)
 
 
 def test_a_check_alone_leaves_the_slots() -> None:
