@@ -1,5 +1,6 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
+import gc
 import time
 
 import torch
@@ -77,6 +78,7 @@ def run(
                     if model is not None:
                         model.close()
                     model = None
+                    gc.collect()  # its pieces know each other: a card's memory would stay taken until Python looks
                     return_freed_memory()
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
@@ -133,8 +135,9 @@ class TicksUnderWay:
         """Report what is under way."""
         if self._tick is None or self._model is None:
             return
-        report = self._model.end_tick(self._tick)
-        self._tick = None
+        model, tick = self._model, self._tick
+        report = model.end_tick(tick)
+        self._model, self._tick = None, None  # an unloaded model is not to be kept
         self._progress.sequence = report.sequence
         self._channel.send(report)
 

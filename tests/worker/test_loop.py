@@ -1,5 +1,6 @@
 """Ticks that a device works off by itself: in which order they are begun, waited for and reported."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_a_tick_that_cannot_follow_waits_for_the_one_before() -> None:
 def test_other_commands_find_nothing_under_way(comes: object) -> None:
     story, _ = story_of(Device([tick(1), comes, tick(2), None, None, None]))
     assert story == ["begin 1", "report 1", "handle ReadClock", "begin 2", "report 2"]
+
+
+def test_a_model_is_not_kept_by_the_ticks_that_it_has_ended() -> None:
+    ticks: Any = TicksUnderWay(Device([]), Progress())  # type: ignore[arg-type]
+    model = Device([])
+    kept = weakref.ref(model)
+    assert ticks.begin(model, tick(1))
+    ticks.finish_all()
+    del model
+    assert kept() is None
 
 
 def test_ticks_that_the_device_cannot_work_off_alone_are_handled() -> None:
