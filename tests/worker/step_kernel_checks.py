@@ -231,6 +231,53 @@ def check_choice(rows: int, vocab: int) -> dict[str, float]:
     }
 
 
+def check_choice_among_no_numbers(vocab: int) -> dict[str, float]:
+    """A row without numbers gets no log-probability, and a next input that is in the table; others see nothing."""
+    logits = randn(2, vocab)
+    logits[1] = float("nan")
+    numbers = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    ids, logprobs = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
+    best = torch.zeros(2, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
+    step_ops.choose(logits, 1000, 1.0, best, state, Exchange.alone(DEVICE, 32))
+    right = int(numbers[0, 0]) == 1000 + int(logits[0].argmax()) and bool(logprobs[0, 0].isfinite())
+    nothing = int(numbers[0, 1]) == 0 and bool(logprobs[0, 1].isnan())
+    return {"choice among no numbers": 0.0 if right and nothing else 1.0}
+
+
+def check_sums_in_turn(on_host: bool, rounds: int = 3) -> dict[str, float]:
+    """Two ranks one after the other, each product before either's sum: what is sent, where to, and who counts.
+
+    Then a sum whose peer has sent nothing, after one that failed: nobody waits.
+    """
+    ranks, width, columns = 2, 96, 64
+    inboxes = torch.zeros(ranks, Exchange.inbox_words(ranks, width), dtype=torch.int32, device=DEVICE)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
+    exchanges = [Exchange.over(addresses, ranks, rank, width, on_host) for rank in range(ranks)]
+    pieces = [[from_gguf("Q8_0", torch.from_numpy(random_rows("Q8_0", rows, columns, rank)).to(DEVICE))
+               for rows in (64, 32)] for rank in range(ranks)]  # fmt: skip
+    weight, wanted = randn(width), torch.zeros(1, width, device=DEVICE)
+    hidden = [torch.zeros(1, width, device=DEVICE) for _ in range(ranks)]
+    out, partials = QuantizedRows.empty(1, width, DEVICE), torch.zeros(ranks, 1, width, device=DEVICE)
+    for _ in range(rounds):
+        for rank, exchange in enumerate(exchanges):
+            x = quantize(randn(1, columns))
+            for first, planes in zip((0, 64), pieces[rank], strict=True):
+                columns_here = partials[rank][:, first : first + planes.rows]
+                multiply(planes, x, columns_here, sent=Sent(exchange, first))
+        wanted = wanted + partials.sum(dim=0)
+        for rank, exchange in enumerate(exchanges):
+            step_ops.finish_half(partials[rank], hidden[rank], weight, None, EPSILON, out, exchange, sent=True)
+    counted = all(exchange.sums_sequence[:2].tolist() == [rounds, 0] for exchange in exchanges)
+    came = not any(int(exchange.failed.item()) for exchange in exchanges)
+    exchanges[0].failed.fill_(1)
+    step_ops.finish_half(partials[0], hidden[0].clone(), weight, None, EPSILON, out, exchanges[0])
+    return {
+        "sums in turn": max(error(rows, wanted) for rows in hidden),
+        "sums in turn: counted, all came": 0.0 if counted and came else 1.0,
+    }  # fmt: skip
+
+
 def main() -> int:
     if DEVICE.type == "cpu":
         from gearshift.tests.helpers.interpreted_triton import mend_scalars
@@ -239,6 +286,7 @@ def main() -> int:
     found: dict[str, float] = {}
     checks = [check_halves(3, 288, False), check_halves(1, 64, True), check_gate(3, 352, Activation.SILU)]
     checks += [check_gate(2, 64, Activation.GELU_TANH), check_choice(2, 5001)]
+    checks += [check_choice_among_no_numbers(5001), check_sums_in_turn(False), check_sums_in_turn(True)]
     checks += [
         check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False),
         check_attention(RopeKind.HALVES, 2, 1, 100, True),

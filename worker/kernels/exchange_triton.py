@@ -5,6 +5,9 @@ pinned host memory), waits (bounded) for theirs, and adds in rank order. A row t
 of the exchange side by side: such a word arrives whole, so there is no flag to raise behind a fence, and no round trip.
 (The choice's few numbers go the older way, with a flag.) Inboxes have two halves, used in turn: a rank starts use n + 2
 of a half only after it has seen the others' words of n + 1, which they wrote after reading n. Numbers are never reset.
+
+Once a peer did not come in time nothing is waited for any more: the many exchanges of the steps that are issued would
+each wait as long.
 """
 
 import triton
@@ -51,8 +54,8 @@ def exchange_flags(
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = own + flags_at + (peer * ROWS + row) * FLAG_WORDS
+            spins = tl.load(failed) * SPIN_LIMIT
             seen = _read_flag(flag)
-            spins = 0
             while (seen - number < 0) & (spins < SPIN_LIMIT):
                 seen = _read_flag(flag)
                 spins += 1
@@ -89,9 +92,9 @@ def sum_over_ranks(
             total += own
         else:
             words = inbox + (half + rank * ROWS + row) * WIDTH + at
+            spins = tl.load(failed) * SPIN_LIMIT
             theirs = tl.load(words, mask=ok, other=0, volatile=True)
             missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-            spins = 0
             while (missing > 0) & (spins < SPIN_LIMIT):
                 theirs = tl.load(words, mask=ok, other=0, volatile=True)
                 missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)

@@ -285,7 +285,8 @@ def best_of_block(
     total = tl.sum(tl.exp(x - top), 0)  # NaN if any logit is, or if the greatest is infinite
     to = best + (row * BLOCKS + number) * 4
     tl.store(to, top)
-    tl.store(to + 1, (place + first_id).to(tl.float32))  # exact below 2^24
+    # Exact below 2^24. Where no logit is a number none is the greatest: no id, which would be far outside the table.
+    tl.store(to + 1, tl.where(place < V, (tl.minimum(place, V) + first_id).to(tl.float32), 1e9))
     tl.store(to + 2, total)
 
 
