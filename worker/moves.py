@@ -68,9 +68,12 @@ class Arrival:
 class Exchange:
     """Parcels that go and come together."""
 
-    def __init__(self, handle: MoveHandle, arrivals: list[Arrival], parcels: Parcels) -> None:
+    def __init__(
+        self, handle: MoveHandle, arrivals: list[Arrival], parcels: Parcels, shifts: Iterable[ShiftInProgress]
+    ) -> None:
+        """`shifts`: those that go on here, whether anything of them arrives on this rank or not."""
         self._handle, self._arrivals, self._parcels = handle, arrivals, parcels
-        self.shifts = {id(arrival.shift): arrival.shift for arrival in arrivals}
+        self.shifts = {id(shift): shift for shift in shifts}
 
     def complete(self) -> None:
         """What arrives is checked and put into its slots; what the check says is read at the commit. Once."""
@@ -136,7 +139,8 @@ class Mover:
                     receives.append((transfer.source, parcel))
                     what = DamagedMove(*transfer.bundle, move.first_block, move.end_block)
                     arrivals.append(Arrival(shift, what, place, salt, parcel))
-        return Exchange(self._links.start(sends, receives), arrivals, self._parcels)
+        shifts = (shift for _, _, shift in moves)
+        return Exchange(self._links.start(sends, receives), arrivals, self._parcels, shifts)
 
     def _packed(self, place: Place, salt: int, move: Move) -> Tensor:
         parcel = self._parcels.pack(place, salt)

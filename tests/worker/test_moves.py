@@ -245,3 +245,14 @@ def test_what_came_before_the_last_may_be_taken_in_early_and_is_counted_once() -
     assert target.shift.received_bytes == 2 * target.kv.bundle_bytes[0, 1]
     assert target.shift.move_seconds > 0
     assert not target.shift.verdicts.damaged().item()
+
+
+def test_a_rank_that_only_sends_counts_its_time_too() -> None:
+    source, target = pair(Layout.LAYER)
+    move = Move(REQUEST, Layout.TENSOR, 0, 1, 3)
+    under_way = MovesUnderWay(Lane(CPU))
+    under_way.add(source.start(move), started=1.0)
+    target.start(move).wait()
+    under_way.finish()
+    assert (source.shift.received_bytes, target.shift.received_bytes > 0) == (0, True)
+    assert source.shift.move_seconds > 0
