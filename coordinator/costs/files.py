@@ -77,6 +77,8 @@ def costs_from_json(table: object) -> Costs:
         costs = msgspec.convert(table, Costs)
     except msgspec.ValidationError as error:
         raise InputError(_named(str(error))) from None
+    except UnicodeEncodeError:  # msgspec's own, before it has looked for what should be there
+        raise InputError("costs: a text in it is not Unicode") from None
     _refuse_unknown(table, costs_to_json(costs), "costs")
     for name, value in _numbers(costs_to_json(costs), "costs"):
         least = LEAST_SPEED if name.endswith(POSITIVE) else 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -82,9 +83,12 @@ class Measurement:
 
 
 def times_as_long(found: Measurement, known: Costs) -> tuple[float, ...]:
-    """What was found over what `known` says: of the plan's first chunk and first step, wherever both know them."""
+    """What was found over what `known` says, of as many ranks: of the plan's first chunk and first step.
+
+    Infinite where nothing is known of what was found.
+    """
     now, then = _first_seconds(found.costs, found.plan), _first_seconds(known, found.plan)
-    return tuple(new / old for new, old in zip(now, then, strict=True) if new > 0 and old > 0)
+    return tuple(new / old if old > 0 else inf for new, old in zip(now, then, strict=True) if new > 0)
 
 
 def _first_seconds(costs: Costs, plan: MeasuringPlan) -> list[float]:

@@ -32,6 +32,7 @@ SPEED_PREFIXES = ("NCCL_", "GLOO_")
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 
 MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
+MOST_BUSY = 100.0  # times as slow: no other work does that, the costs are wrong
 
 Facts = dict[str, object]
 
@@ -86,10 +87,18 @@ def still_holds(kept: Costs, driver: Driver) -> bool:
     """Whether no work is much quicker than these costs say, by a chunk and a step of each kind; if not, it is told.
 
     Other work can only add to what is timed: where it is quicker now, the costs were measured, or learnt, beside some.
-    They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. What is slower is learnt.
+    They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. What is slower is learnt,
+    but for what no machine is; work whose cost they do not know is that, too.
     """
-    ratios = times_as_long(driver.measure(driver.measuring_plan().first_points()), kept)
+    found = driver.measure(driver.measuring_plan().first_points())
+    if len(kept.stages) != len(found.costs.stages):
+        note(f"measuring anew: the costs known from before are of {len(kept.stages)} workers")
+        return False
+    ratios = times_as_long(found, kept)
     least, most = min(ratios, default=1.0), max(ratios, default=1.0)
+    if most > MOST_BUSY:
+        note("measuring anew: the costs known from before are nothing, or far too low, for some work")
+        return False
     if least < 1 / MOST_OFF:
         note(f"measuring anew: work takes {least:.2f} times as long as the costs known from before say")
         return False
@@ -152,10 +161,13 @@ def cost_path(facts: Facts) -> Path:
 
 def read_kept(path: Path, facts: Facts) -> Costs | None:
     """What is kept there, None where nothing is that can be used; why not is told."""
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         kept = read_cost_file(path)
+    except OSError as error:  # a folder on the way that may not be looked into
+        note(f"measuring anew: {path.parent}: {error.strerror or error}")
+        return None
     except InputError as error:
         note(f"measuring anew: {error}")
         return None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gearshift.coordinator.chunks.plan import Fixed
-from gearshift.coordinator.costs.cost_model import StepCost
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, StepCost
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.generation import GenerationRequest
@@ -143,6 +143,41 @@ def test_a_damaged_file_is_told_and_written_anew(
     assert started()[1]
     assert f"measuring anew: {path}" in capsys.readouterr().err
     assert not started()[1], "it was written anew"
+
+
+NOTHING = ChunkCost(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda costs: replace(costs, stages=costs.stages[:1], layer_seconds=None), "of 1 workers"),
+        (lambda costs: replace(costs, stages=costs.stages * 2, layer_seconds=None), "of 4 workers"),
+        (lambda costs: replace(costs, stages=(NOTHING, NOTHING)), "nothing, or far too low"),
+        (lambda costs: replace(costs, stages=(ChunkCost(1e-300, 0.0),) * 2), "nothing, or far too low"),
+        (lambda costs: replace(costs, decode_tensor=None), "nothing, or far too low"),
+        (lambda costs: replace(costs, tensor_prefill=ChunkCost(1e15, 1e15)), "work takes 0.00"),
+    ],
+)
+def test_costs_that_cannot_be_this_groups_are_told_and_written_anew(
+    change: Callable[[Costs], Costs], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, place = started()
+    assert keep_costs(place.path, change(place.at_start), place.facts)
+    second, measured, _ = started()
+    assert measured
+    assert told in capsys.readouterr().err
+    assert second.costs == place.at_start == read_kept(place.path, place.facts)
+
+
+def test_a_cache_folder_that_cannot_even_be_looked_into_is_told_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "long" * 100)
+    assert started()[1]
+    told = capsys.readouterr().err
+    assert "measuring anew" in told
+    assert "measured costs are not kept" in told
 
 
 def test_a_file_of_another_group_under_this_name_is_not_taken(
