@@ -22,6 +22,7 @@ Logprobs are those of the model, not of the chain: the log-softmax of the logits
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite, log
 
 import numpy as np
@@ -69,6 +70,17 @@ class TokenCounts:
         return torch.from_numpy(self._ids[:used][present]), torch.from_numpy(self._counts[:used][present])
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a choice among the greatest needs, on the host. Falling logits, lower ids first among equals."""
+
+    logits: np.ndarray  # f64 [K], as bias and penalties have changed them
+    ids: np.ndarray
+    own_logits: np.ndarray  # f64 [K], the model's own
+    greatest: float  # of the model's own logits
+    total: float  # the log of the sum of their exponentials
+
+
 class RequestSampler:
     """One request's chain, its counts and its random numbers."""
 
@@ -94,12 +106,38 @@ class RequestSampler:
         if self._penalised:
             self._counts.add(token)
 
+    def bring(self, logits_V: Tensor) -> Brought | None:
+        """All that a choice needs in one transfer: on a GPU each look at a number waits for the device.
+
+        None where it cannot be told in advance what is needed: without top_k, or with equals at its border.
+        """
+        count = self.parameters.top_k
+        greedy = self.parameters.temperature < GREEDY_BELOW
+        if greedy or self.parameters.logprobs or not 0 < count < logits_V.numel():
+            return None
+        top = self._adjust(logits_V).topk(count + 1)
+        total = logits_V.logsumexp(0)
+        numbers = [top.values, top.indices, logits_V[top.indices], torch.stack((logits_V.max(), total))]
+        brought = torch.cat([number.double() for number in numbers]).cpu().numpy()
+        values, ids, own = brought[:-2].reshape(3, count + 1)
+        if values[count - 1] == values[count]:
+            return None
+        order = np.lexsort((ids[:count], -values[:count]))
+        return Brought(values[order], ids[order].astype(np.int64), own[order], brought[-2], brought[-1])
+
+    def choose_brought(self, brought: Brought) -> tuple[int, float]:
+        """(the next id, its logit as the model has it)."""
+        token = self._draw(*self._limited(brought.logits, brought.ids, brought.logits))
+        return token, float(brought.own_logits[brought.ids == token][0])
+
     def choose(self, logits_V: Tensor) -> int:
         """The next id. `logits_V`: f32, masked with -inf, its greatest finite; left as it is."""
         adjusted_V = self._adjust(logits_V)
         if self.parameters.temperature < GREEDY_BELOW:
             return int(adjusted_V.argmax())  # the first among equals
-        logits_K, ids_K = self._candidates(adjusted_V)
+        return self._draw(*self._candidates(adjusted_V))
+
+    def _draw(self, logits_K: np.ndarray, ids_K: np.ndarray) -> int:
         scaled_K = (logits_K - logits_K.max()) / self.parameters.temperature
         cumulative_K = np.cumsum(np.exp(scaled_K))
         drawn = self._uniform() * cumulative_K[-1]
@@ -132,6 +170,13 @@ class RequestSampler:
             ids = self._near_the_top(logits_V)
             considered = logits_V  # top_p's probabilities are over all tokens, though few need be sorted
         logits_K = logits_V[ids].double().cpu().numpy()
+        return self._limited(logits_K, ids.cpu().numpy(), considered)
+
+    def _limited(
+        self, logits_K: np.ndarray, ids_K: np.ndarray, considered: Tensor | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What top_p, over all that are `considered`, and min_p leave."""
+        parameters = self.parameters
         if parameters.top_p < 1.0:
             cumulative_K = np.cumsum(np.exp(logits_K - log_sum(considered)))
             logits_K = logits_K[: int(np.searchsorted(cumulative_K, parameters.top_p, side="left")) + 1]
@@ -139,7 +184,7 @@ class RequestSampler:
             logits_K = logits_K[logits_K >= logits_K.max() + log(parameters.min_p)]
         # Where a limit was set the logits are in falling order, so what was cut is a tail.
         possible = np.isfinite(logits_K)
-        return logits_K[possible], ids[: len(logits_K)].cpu().numpy()[possible]
+        return logits_K[possible], ids_K[: len(logits_K)][possible]
 
     def _near_the_top(self, logits_V: Tensor) -> Tensor:
         """Ids that min_p or top_p can leave, in falling order; all ids in id order where neither limits."""
@@ -193,12 +238,19 @@ class Sampler:
                 f"request {request}: logits of shape {tuple(logits_V.shape)}, not ({self._vocab},)"
             )
         if len(self._masked):
-            logits_V = logits_V.index_fill(0, self._masked.to(logits_V.device), -torch.inf)
-        greatest = float(logits_V.max())  # NaN if any is
+            if self._masked.device != logits_V.device:
+                self._masked = self._masked.to(logits_V.device)
+            logits_V = logits_V.index_fill(0, self._masked, -torch.inf)
+        brought = sampler.bring(logits_V)
+        greatest = float(logits_V.max()) if brought is None else brought.greatest  # NaN if any is
         if not isfinite(greatest):
             return SampledToken(
                 request, 0, 0.0, error=f"the logits are not numbers to choose by: greatest is {greatest}"
             )
+        if brought is not None:
+            token, logit = sampler.choose_brought(brought)
+            sampler.accept(token)
+            return SampledToken(request, token, logit - brought.total)
         token = sampler.choose(logits_V)
         sampler.accept(token)
         total = float(logits_V.logsumexp(0))
@@ -231,9 +283,9 @@ def is_plain_greedy(parameters: SamplingParameters) -> bool:
     )
 
 
-def log_sum(logits_V: Tensor) -> float:
+def log_sum(logits_V: Tensor | np.ndarray) -> float:
     """log(sum(exp(logits))), in f64."""
-    return float(logits_V.double().logsumexp(0))
+    return float(torch.as_tensor(logits_V).double().logsumexp(0))
 
 
 def likeliest(logits_V: Tensor, total: float, count: int) -> tuple[tuple[int, float], ...]:

@@ -1,6 +1,7 @@
 """The sampler's chain against a plain numpy reference, its statistics, and the field cases."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.ids import RequestId
+from gearshift.proto.reports import SampledToken
 from gearshift.proto.sampling import SamplingParameters
-from gearshift.worker.sampling import Sampler, TokenCounts, best_ids
+from gearshift.worker.sampling import RequestSampler, Sampler, TokenCounts, best_ids
 
 ONE = RequestId(1)
 VOCAB = 3000
@@ -341,3 +343,44 @@ def test_requests_open_once_close_silently_and_are_unknown_afterwards():
     sampler.open(ONE, SamplingParameters(), ())
     with pytest.raises(ProtocolError, match="shape"):
         sampler.choose(ONE, torch.zeros(VOCAB + 1))
+
+
+@pytest.mark.parametrize("steps", [1, 8])  # of logits a unit: the fewer, the more equals
+@pytest.mark.parametrize(
+    "chain",
+    [
+        {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "temperature": 0.8},
+        {"top_k": 5, "top_p": 1.0, "min_p": 0.0, "temperature": 1.5},
+        {"top_k": 199, "top_p": 0.7, "min_p": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.0, "logit_bias": ((3, 4.0), (7, -100.0)), "frequency_penalty": 0.2},
+    ],
+)
+def test_what_is_brought_at_once_is_chosen_from_as_what_is_looked_at_bit_by_bit(
+    chain: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng()
+    rows = [torch.from_numpy(np.round(rng.normal(0, 3, 200) * steps) / steps).float() for _ in range(40)]
+    rows[5][17] = -torch.inf
+    parameters = SamplingParameters(seed=int(rng.integers(1 << 30)), **chain)
+
+    def told() -> list[SampledToken]:
+        sampler = Sampler(200, (11, 12))
+        sampler.open(RequestId(1), parameters, [3, 5, 5])
+        return [sampler.choose(RequestId(1), row) for row in rows]
+
+    brought = told()
+    used = [RequestSampler(parameters, []).bring(row) is not None for row in rows]
+    assert any(used) or steps == 1  # whole numbers: nearly every border has equals
+    monkeypatch.setattr(RequestSampler, "bring", lambda self, logits: None)
+    assert brought == told()
+
+
+def test_equals_at_the_border_of_top_k_are_not_brought() -> None:
+    logits = torch.zeros(50)
+    logits[9] = 1.0
+    sampler = RequestSampler(SamplingParameters(top_k=3, temperature=1.0), [])
+    assert sampler.bring(logits) is None
+    logits[[4, 2]] = 0.5
+    brought = sampler.bring(logits)
+    assert brought is not None
+    assert brought.ids.tolist() == [9, 2, 4]
