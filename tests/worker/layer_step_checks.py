@@ -1,5 +1,7 @@
 """Steps of the layer layout against the passes that run kernel by kernel, stage by stage, over the same made-up caches.
 
+And those of the tensor layout, for one rank, against them.
+
 Run as `quant_kernel_checks` is, with TRITON_INTERPRET=1: what is launched, with which buffers, tables and sums, is the
 same on a device; graphs and branches are not there, see tests/parity/test_layer_steps_on_cuda.py.
 """
@@ -26,11 +28,12 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
 from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
-from gearshift.worker.model import layer_steps
-from gearshift.worker.model.layer_steps import _Bucket as Bucket
-from gearshift.worker.model.layer_steps import _Room as Room
+from gearshift.worker.model import step_parts
+from gearshift.worker.model.decode_steps import DecodeSteps, can_step
+from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
 from gearshift.worker.weights import device_load
 
 CPU = torch.device("cpu")
@@ -54,8 +57,8 @@ def bytes_of(item: object) -> int:
                 rest += several.values()
             case list() | tuple() as several:
                 rest += several
-            case Bucket() | Room() as holder:
-                rest += [value for name, value in vars(holder).items() if name != "members"]
+            case BatchBuffers() | PartRoom() as holder:
+                rest += [value for name, value in vars(holder).items() if name not in ("members", "_decoder")]
             case holder if is_dataclass(holder):
                 rest += [getattr(holder, one.name) for one in fields(holder)]
             case _:
@@ -105,7 +108,7 @@ def check_stages(
     # Another batch size: another product, whose int8 may have scales of other widths.
     yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
     case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
-    working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * layer_steps.SPLITS
+    working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * step_parts.SPLITS
     for stage in stages:
         planned = working._layer_step_bytes(spec, placement, stage.rank, case)
         yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
@@ -117,7 +120,7 @@ def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     """Greedy steps of one rank, chosen inside, in two runs of the results' lines: what each step's logits say."""
     path = build_model(folder / "one.gguf", quant="Q8_0", seed=4, **SHAPE)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
-    layer_steps.MOST_STEPS = 2
+    step_parts.MOST_STEPS = 2
     stage = Stage.of(path, place(spec, 1), 0, CPU)
     before = stage.kv.arena.clone()
     result = stage.steps.run(stage.states, POSITIONS, 3)
@@ -132,18 +135,46 @@ def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     yield "choice: logprobs", far, 1e-5
 
 
+def check_decode_steps(folder: Path) -> Iterator[tuple[str, float, float]]:
+    """One rank's steps in the tensor layout are what they are in the layer layout, issued behind one another or not."""
+    path = build_model(folder / "alone.gguf", quant="Q8_0", seed=5, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    placement = place(spec, 1)
+    stage = Stage.of(path, placement, 0, CPU)
+    before, tokens = stage.kv.arena.clone(), [state.last_token for state in stage.states]
+    wanted = stage.steps.run(stage.states, POSITIONS, 4)
+    assert can_step(spec, stage.decoder)
+    steps = DecodeSteps(spec, placement, stage.decoder, Exchange.alone(CPU, spec.hidden), CONTEXT)
+    logits = stage.steps.logits(stage.states, tokens, POSITIONS)
+    stage.kv.arena.copy_(before)
+    yield "decode steps: logits", error(steps.logits(stage.states, tokens, POSITIONS), logits), 1e-6
+    stage.kv.arena.copy_(before)
+    first = steps.begin(stage.states, POSITIONS, 2)
+    second = steps.begin(stage.states, [place + 2 for place in POSITIONS], 1)
+    third = steps.begin(stage.states, [place + 3 for place in POSITIONS], 1)  # two are unread
+    elsewhere = steps.begin(stage.states, POSITIONS, 1)
+    assert first is not None
+    assert second is not None
+    yield "decode steps: begun behind unread ones", float(third is not None or elsewhere is not None), 0.5
+    found = first.result().ids + second.result().ids
+    for state, token in zip(stage.states, found[-1], strict=True):
+        state.last_token = token
+    found += steps.run(stage.states, [place + 3 for place in POSITIONS], 1).ids
+    yield "decode steps: tokens", float(found != wanted.ids), 0.5
+
+
 def main() -> int:
     assert os.environ.get("TRITON_INTERPRET") == "1", "a device runs these in tests/parity/test_layer_steps_on_cuda.py"
     mend_scalars()
     torch.manual_seed(0)
     device_load.Uploader = Upload  # type: ignore[assignment, misc]
     quant_ops.multiply = plain_product  # type: ignore[assignment]
-    layer_steps.SPLITS = 2
+    step_parts.SPLITS = 2
     bad = 0
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
-        checks.append(check_choice(folder))
+        checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:
                 print(what, "right" if value < most else "wrong", value, flush=True)

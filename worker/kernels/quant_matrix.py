@@ -116,6 +116,12 @@ class QuantMatrix:
         return functional.pad(x_TC, (self.lead, self.tail)) if self.lead or self.tail else x_TC
 
 
+def as_quantised(matrix: object) -> QuantMatrix:
+    """A matrix of a rank whose matrices are all such."""
+    assert isinstance(matrix, QuantMatrix)
+    return matrix
+
+
 def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None) -> Tensor:
     """x times the matrices below one another: bf16 [T, sum of rows]. `x` is padded already."""
     x_TC = x_TC.to(torch.bfloat16)

@@ -18,7 +18,7 @@ from ...proto.model import RopeSpec
 from ...proto.placement.plan import Placement
 from ...proto.placement.working import chunk_bucket, chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
-from ..kernels.quant_matrix import QuantMatrix
+from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.step_ops import Angles
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table
@@ -246,8 +246,4 @@ class _LayerOfChunk:
 
 
 def _matrices(matrices: Iterable[object]) -> list[QuantMatrix]:
-    found = []
-    for matrix in matrices:
-        assert isinstance(matrix, QuantMatrix)
-        found.append(matrix)
-    return found
+    return [as_quantised(matrix) for matrix in matrices]

@@ -17,7 +17,7 @@ from ...proto.kv import KvFormat
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import deep_attention, quant_matrix, step_ops
 from ..kernels.attention import attend
-from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace
+from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
 from ..kv import KvStore
 from ..weights.layer import LayerWeights, PartWeights, Weights
@@ -226,7 +226,7 @@ class DeviceDecoder(Decoder):
         first = max(0, segment.start + 1 - window) if window else 0
         bundle = (self._stage_of_layer[layer], part.part)
         key_HLW, value_HLW = self._kv.read(bundle, layer, segment.state.slots[bundle], first, length)
-        even = part.kv_head_of_query == _groups(part.kv_heads, facts.query_heads // facts.kv_heads)
+        even = part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
         if not even or segment.rows == 1 or (window and length > window):
             how = (part.kv_head_of_query, scale, window, self._dtype)
             attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
@@ -269,12 +269,13 @@ def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
     )
 
 
-def _groups(kv_heads: int, group: int) -> tuple[int, ...]:
+def even_groups(kv_heads: int, group: int) -> tuple[int, ...]:
+    """The KV head of each query head where every KV head has its whole group: what the kernels take."""
     return tuple(head // group for head in range(kv_heads * group))
 
 
 def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
-    quantised = [_as_quantised(matrix) for matrix in matrices]
+    quantised = [as_quantised(matrix) for matrix in matrices]
     if x_TC.shape[0] > FEW_ROWS:
         return quant_matrix.multiply_stacked(x_TC, quantised)
     products = [matrix(x_TC) for matrix in quantised]
@@ -289,7 +290,7 @@ def _no_part(normed_TD: Tensor) -> Tensor:
 
 def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
     """`x`: the owned columns of each matrix, joined."""
-    quantised = [_as_quantised(matrix) for matrix in matrices]
+    quantised = [as_quantised(matrix) for matrix in matrices]
     widths = [matrix.columns for matrix in quantised]
     if x_TC.shape[0] <= FEW_ROWS:
         pieces = zip(x_TC.split(widths, dim=1), quantised, strict=True)
@@ -301,13 +302,8 @@ def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
 
 
 def _matrices_of(part: PartWeights) -> tuple[QuantMatrix, ...]:
-    return tuple(map(_as_quantised, (part.qkv, part.attention_output, part.gate_up, part.down)))
+    return tuple(map(as_quantised, (part.qkv, part.attention_output, part.gate_up, part.down)))
 
 
 def _workspace(weights: Weights) -> Workspace | None:
     return next((m.workspace for layer in weights.layers for part in layer.parts for m in _matrices_of(part)), None)
-
-
-def _as_quantised(matrix: object) -> QuantMatrix:
-    assert isinstance(matrix, QuantMatrix)
-    return matrix

@@ -14,19 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...proto.errors import WorkerLostError
-from ...proto.model import LayerSpec, ModelSpec
+from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ..kernels import step_ops
-from ..kernels.matrix import AnyMatrix
-from ..kernels.quant_matrix import QuantMatrix
-from ..kernels.quant_ops import QuantizedRows
+from ..kernels.exchange import Exchange
+from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_planes import Planes
-from ..kernels.step_ops import Exchange, SplitBuffers, StepState
 from ..requests import RequestState
-from ..weights.layer import LayerWeights, PartWeights
-from .decode_steps import BUCKETS, DEEP_CONTEXT, MOST_STEPS, SPLITS, StepResult, _quantised, _rows
-from .device_decoder import DeviceDecoder, _groups
+from ..weights.layer import PartWeights
+from .device_decoder import DeviceDecoder
+from .step_parts import (
+    BUCKETS,
+    BatchBuffers,
+    PartRoom,
+    StepResult,
+    bucket_size,
+    check_peers,
+    head_fits,
+    matrices_of,
+    part_fits,
+    splits_for,
+    table_blocks,
+)
 from .steps import Work
 
 Broadcast = Callable[[Tensor, int], Tensor]  # (rows, the rank they come from): its content on every rank
@@ -34,77 +43,31 @@ Broadcast = Callable[[Tensor, int], Tensor]  # (rows, the rank they come from): 
 
 def can_step_in_layers(spec: ModelSpec, decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
     """Whether all parts of these layers and this rank's rows of the head are such as the kernels of a step take."""
-    head = decoder.weights.head
-    if not decoder.fused or spec.logit_softcap:
-        return False
-    if not isinstance(head, QuantMatrix) or not head.whole_blocks or not head.rows:
-        return False
-    return all(_fits(decoder.weights.layers[layer], spec.layers[layer]) for layer in layers)
-
-
-def _fits(layer: LayerWeights, facts: LayerSpec) -> bool:
-    return layer.attention_output_bias is None and all(
-        all(isinstance(matrix, QuantMatrix) and matrix.whole_blocks for matrix in _matrices(part))
-        and part.feed_forward % 32 == 0
-        and part.kv_head_of_query == _groups(part.kv_heads, facts.query_heads // facts.kv_heads)
-        for part in layer.parts
+    weights = decoder.weights.layers
+    return head_fits(spec, decoder) and all(
+        part_fits(part, weights[layer], spec.layers[layer]) for layer in layers for part in weights[layer].parts
     )
-
-
-def _matrices(part: PartWeights) -> list[AnyMatrix]:
-    """Those that are multiplied: a part may lack a half block."""
-    attention = [part.qkv, part.attention_output] if part.query_heads else []
-    return attention + ([part.gate_up, part.down] if part.feed_forward else [])
 
 
 def _without_dense(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
     parts = [part for layer in layers for part in decoder.weights.layers[layer].parts]
-    return all(isinstance(piece, Planes) for part in parts for m in _matrices(part) for piece in _quantised(m).pieces)
+    matrices = [as_quantised(matrix) for part in parts for matrix in matrices_of(part)]
+    return all(isinstance(piece, Planes) for matrix in matrices for piece in matrix.pieces)
 
 
-class _Room:
-    """Buffers of one part beside the others', for the largest of a stage's layers."""
-
-    def __init__(self, size: int, parts: Sequence[tuple[PartWeights, LayerSpec]], decoder: DeviceDecoder) -> None:
-        device = decoder.device
-        query = max(part.query_heads * facts.key_width for part, facts in parts)
-        forward = max(part.feed_forward for part, _ in parts)
-        projected = max(_rows(part.qkv) if part.query_heads else 0 for part, _ in parts)
-        self.projected = torch.zeros((size, projected), dtype=torch.float32, device=device)
-        self.both = torch.zeros((size, 2 * forward), dtype=torch.float32, device=device)
-        self.query = torch.zeros((size, query), dtype=decoder.dtype, device=device)
-        self.attended = QuantizedRows.empty(size, query, device)
-        self.inner = QuantizedRows.empty(size, forward, device)
-        self.splits: dict[tuple[int, int], SplitBuffers] = {}  # by heads and width
-
-
-class _Bucket:
+class _Bucket(BatchBuffers):
     """Static buffers of one batch size, and its graphs as they are captured."""
 
     def __init__(
-        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, layers: Sequence[int], parts: int, blocks: int
-    ) -> None:
-        device = decoder.device
-
-        def floats(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
-        results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
-        self.size, self.inputs, self.results = size, inputs, results
-        self.state = StepState(inputs[0], inputs[1], inputs[2], results[0], results[1].view(torch.float32))
-        self.tables = torch.zeros((parts, size, blocks), dtype=torch.int64, device=device)
-        self.members: tuple[tuple[int, object], ...] = ()
-        self.hidden, self.partials = floats(size, spec.hidden), floats(parts, size, spec.hidden)
-        self.normed = QuantizedRows.empty(size, spec.hidden, device)
-        self.angles = decoder.empty_angles(size)
-        self.rooms: list[_Room] = []
+        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, layers: Sequence[int], ranks: int, blocks: int,
+        splits: int,
+    ) -> None:  # fmt: skip
+        super().__init__(size, spec, decoder, ranks, blocks)
+        self.partials = self.hidden.new_zeros((ranks, *self.hidden.shape))
+        self.rooms: list[PartRoom] = []  # of all parts, which run side by side
         if layers:
             held = [[(part, spec.layers[layer]) for part in decoder.weights.layers[layer].parts] for layer in layers]
-            self.rooms = [_Room(size, each, decoder) for each in zip(*held, strict=True)]
-        vocab = _rows(decoder.weights.head)
-        self.logits = floats(size, vocab)
-        self.best = floats(size, -(-vocab // step_ops.BEST_BLOCK), 4)
+            self.rooms = [PartRoom(size, each, decoder, splits) for each in zip(*held, strict=True)]
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.warm: set[str] = set()
 
@@ -147,8 +110,8 @@ class LayerSteps:
         self._broadcast, self._exchange = broadcast, exchange
         self._layers = list(placement.stages[rank])
         self._first = next(stage for stage, layers in enumerate(placement.stages) if len(layers))
-        self._blocks = -(-context_tokens // 64) + 1
-        self._splits = SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
+        self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
+        self._bundles = [(rank, part) for part in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
         self._on_device = decoder.device.type == "cuda"  # else Triton interprets, and nothing is captured
         self._pool: Any = None  # of all graphs: they run one after another
@@ -179,20 +142,18 @@ class LayerSteps:
         """`steps` tokens for every request; its last token is the first input, at its position."""
         bucket = self._bucket(len(states))
         self.feed(states, [state.last_token for state in states], positions)
-        ids: list[list[int]] = []
-        logprobs: list[list[float]] = []
-        while len(ids) < steps:
-            count = min(MOST_STEPS, steps - len(ids))
-            if ids:
+        result = StepResult([], [])
+        while len(result.ids) < steps:
+            count = min(len(bucket.state.ids), steps - len(result.ids))
+            if result.ids:
                 bucket.state.steps.zero_()
             for _ in range(count):
                 self._one_step(len(states), choose=True)
-            results = bucket.results[:, :count, : len(states)].cpu()  # waits for the steps
-            ids += results[0].tolist()
-            logprobs += results[1].contiguous().view(torch.float32).tolist()
-        if self._exchange is not None and self._exchange.ranks > 1 and int(self._exchange.failed.item()):
-            raise WorkerLostError("a peer did not take part in a decode step within two minutes")
-        return StepResult(ids, logprobs)
+            more = StepResult.of(bucket.results[:, :count, : len(states)].cpu())  # waits for the steps
+            result = StepResult(result.ids + more.ids, result.logprobs + more.logprobs)
+        if self._exchange is not None and self._exchange.ranks > 1:
+            check_peers(int(self._exchange.failed.item()))
+        return result
 
     def begin(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> None:
         """Never: each step waits for other ranks between its graphs."""
@@ -200,11 +161,8 @@ class LayerSteps:
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position."""
         bucket = self._bucket(len(states))
-        self._set_tables(bucket, states)
-        spare = bucket.size - len(states)
-        lines = [[*tokens, *[0] * spare], [*positions, *[-1] * spare], [0] * bucket.size]
-        # From pageable memory: the call has read it when it returns, and the next may come at once.
-        bucket.inputs.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
+        bucket.set_tables(states, self._bundles)
+        bucket.feed(tokens, positions)
 
     def hidden(self, count: int) -> Tensor:
         """The rows that go from stage to stage: f32 [count, D], the same memory for every step of a bucket."""
@@ -239,26 +197,13 @@ class LayerSteps:
         self.run_head(count, choose)
 
     def _bucket(self, count: int) -> _Bucket:
-        size = next(size for size in BUCKETS if size >= count)
+        size = bucket_size(count)
         if size not in self._buckets:
+            ranks = self._placement.ranks
             self._buckets[size] = _Bucket(
-                size, self._spec, self._decoder, self._layers, self._placement.ranks, self._blocks
+                size, self._spec, self._decoder, self._layers, ranks, self._blocks, self._splits
             )
         return self._buckets[size]
-
-    def _set_tables(self, bucket: _Bucket, states: Sequence[RequestState]) -> None:
-        members = tuple((int(state.request), state.slots) for state in states)
-        # Slots are compared by what they are: a shift gives a request new ones, whatever they hold.
-        if len(members) == len(bucket.members) and all(
-            number == other and slots is before
-            for (number, slots), (other, before) in zip(members, bucket.members, strict=True)
-        ):
-            return
-        for row, state in enumerate(states):
-            for part in range(self._placement.ranks):
-                if (run := state.slots.get((self._rank, part))) is not None:
-                    bucket.tables[part, row, : len(run.index)] = run.index
-        bucket.members = members
 
     def _play(self, bucket: _Bucket, piece: str, work: Work) -> None:
         """Launch a piece, the second time captured; from then on replay its graph."""
@@ -294,13 +239,13 @@ class LayerSteps:
             parts = list(zip(layer.parts, bucket.rooms, strict=True))
             shares = self._shares(
                 bucket,
-                [partial(self._attention, bucket, r, layer, part, number) for part, r in parts if part.query_heads],
+                [partial(self._attention, bucket, room, part, number) for part, room in parts if part.query_heads],
             )
             step_ops.finish_half(
                 shares, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon, bucket.normed
             )
             shares = self._shares(
-                bucket, [partial(self._feed_forward, bucket, r, part) for part, r in parts if part.feed_forward]
+                bucket, [partial(self._feed_forward, bucket, room, part) for part, room in parts if part.feed_forward]
             )
             next_norm = weights[min(index + 1, len(weights) - 1)].attention_norm
             step_ops.finish_half(
@@ -314,46 +259,22 @@ class LayerSteps:
         return shares
 
     def _attention(
-        self, bucket: _Bucket, room: _Room, layer: LayerWeights, part: PartWeights, number: int, share: Tensor
+        self, bucket: _Bucket, room: PartRoom, part: PartWeights, number: int, share: Tensor
     ) -> None:
-        """One part's heads: project, rotate into the cache, attend, project back to `share` [B, D]."""
-        spec, facts, positions = self._spec, self._spec.layers[number], bucket.state.positions
-        heads, width, columns = part.query_heads, facts.key_width, _rows(part.qkv)
-        norms = None
-        if layer.query_norm is not None and layer.key_norm is not None:
-            norms = layer.query_norm, layer.key_norm
-        projected = room.projected.view(-1)[: bucket.size * columns].view(bucket.size, columns)
-        query = room.query.view(-1)[: bucket.size * heads * width].view(bucket.size, heads, width)
-        table, place = bucket.tables[part.part], self._decoder.place(number, part.part)
-        if (heads, width) not in room.splits:
-            room.splits[heads, width] = SplitBuffers.of(bucket.size, heads, self._splits, width, self._decoder.device)
-        _quantised(part.qkv).multiply_quantized(bucket.normed, projected)
-        step_ops.rotate_into_cache(
-            projected, part.qkv_bias, norms, bucket.angles[facts.rope], spec.norm_epsilon, positions, table,
-            table.stride(0), query, place, heads, part.kv_heads,
-        )  # fmt: skip
-        attended = room.attended.narrowed(heads * width)
-        step_ops.attend_cached(
-            query, place, table, positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
-            room.splits[heads, width], attended,
-        )  # fmt: skip
-        _quantised(part.attention_output).multiply_quantized(attended, share)
+        """One part's heads, to `share` [B, D]."""
+        attended = room.attend(part, number, bucket, bucket.tables[part.part])
+        as_quantised(part.attention_output).multiply_quantized(attended, share)
 
-    def _feed_forward(self, bucket: _Bucket, room: _Room, part: PartWeights, share: Tensor) -> None:
+    def _feed_forward(self, bucket: _Bucket, room: PartRoom, part: PartWeights, share: Tensor) -> None:
         """One part's columns of the feed-forward block, to `share` [B, D]."""
-        columns = 2 * part.feed_forward
-        both = room.both.view(-1)[: bucket.size * columns].view(bucket.size, columns)
-        inner = room.inner.narrowed(part.feed_forward)
-        _quantised(part.gate_up).multiply_quantized(bucket.normed, both)
-        step_ops.gate(both, self._spec.activation, inner)
-        _quantised(part.down).multiply_quantized(inner, share)
+        as_quantised(part.down).multiply_quantized(room.gate(part, bucket), share)
 
     def _launch_head(self, bucket: _Bucket, choose: bool) -> None:
         weights, exchange = self._decoder.weights, self._exchange
         step_ops.finish_half(
             None, bucket.hidden, weights.output_norm, None, self._spec.norm_epsilon, bucket.normed
         )
-        _quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
+        as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
         if choose and exchange is not None:
             first_id = self._placement.vocab[self._rank].first
             step_ops.choose(bucket.logits, first_id, self._spec.logit_scale, bucket.best, bucket.state, exchange)

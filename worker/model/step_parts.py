@@ -1,0 +1,175 @@
+"""What decode steps of both layouts are made of: a batch's static buffers, and one part's half blocks."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...proto.errors import WorkerLostError
+from ...proto.model import LayerSpec, ModelSpec
+from ..kernels import step_ops
+from ..kernels.matrix import AnyMatrix
+from ..kernels.quant_matrix import QuantMatrix, as_quantised
+from ..kernels.quant_ops import QuantizedRows
+from ..kernels.step_ops import SplitBuffers, StepState
+from ..kv import Bundle, SlotRun
+from ..requests import RequestState
+from ..weights.layer import LayerWeights, PartWeights
+from .device_decoder import DeviceDecoder, even_groups
+
+BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
+MOST_STEPS = 64  # between two looks at the results
+SPLITS = 32  # of a request's cache among programs
+DEEP_CONTEXT = 8192  # tokens, beyond which there are twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens and log-probabilities [steps, batch]."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+
+    @classmethod
+    def of(cls, results: Tensor) -> "StepResult":
+        """`results`: int32 [2, steps, batch] on the host, the second half f32."""
+        return cls(results[0].tolist(), results[1].contiguous().view(torch.float32).tolist())
+
+
+def check_peers(failed: int) -> None:
+    """`failed`: what an exchange notes. Raises WorkerLostError."""
+    if failed:
+        raise WorkerLostError("a peer did not take part in a decode step within two minutes")
+
+
+def head_fits(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
+    """Whether this rank's rows of the head, and the model as a whole, are such as the kernels of a step take."""
+    head = decoder.weights.head
+    if not decoder.fused or spec.logit_softcap:
+        return False
+    return isinstance(head, QuantMatrix) and head.whole_blocks and head.rows > 0
+
+
+def part_fits(part: PartWeights, layer: LayerWeights, facts: LayerSpec) -> bool:
+    """Whether a part's half blocks are; it may lack either."""
+    return (
+        layer.attention_output_bias is None
+        and all(isinstance(matrix, QuantMatrix) and matrix.whole_blocks for matrix in matrices_of(part))
+        and part.feed_forward % 32 == 0
+        and part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
+    )
+
+
+def matrices_of(part: PartWeights) -> list[AnyMatrix]:
+    """Those that are multiplied."""
+    attention = [part.qkv, part.attention_output] if part.query_heads else []
+    return attention + ([part.gate_up, part.down] if part.feed_forward else [])
+
+
+def bucket_size(count: int) -> int:
+    """Of the buffers that so many requests use."""
+    return next(size for size in BUCKETS if size >= count)
+
+
+def splits_for(context_tokens: int) -> int:
+    """Fixed, so that results do not depend on how full a cache is."""
+    return SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
+
+
+def table_blocks(context_tokens: int) -> int:
+    """Places of a request's table of slots."""
+    return -(-context_tokens // 64) + 1
+
+
+class BatchBuffers:
+    """Static buffers of one batch size."""
+
+    def __init__(self, size: int, spec: ModelSpec, decoder: DeviceDecoder, tables: int, blocks: int) -> None:
+        """`tables`: so many bundles of a request have one, of `blocks` places."""
+        device, vocab = decoder.device, as_quantised(decoder.weights.head).rows
+        inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
+        results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
+        self.size, self.inputs, self.results = size, inputs, results
+        self.state = StepState(inputs[0], inputs[1], inputs[2], results[0], results[1].view(torch.float32))
+        self.tables = torch.zeros((tables, size, blocks), dtype=torch.int64, device=device)
+        self.members: list[dict[Bundle, SlotRun]] = []
+        self.hidden = torch.zeros((size, spec.hidden), dtype=torch.float32, device=device)
+        self.normed = QuantizedRows.empty(size, spec.hidden, device)
+        self.angles = decoder.empty_angles(size)
+        self.logits = torch.zeros((size, vocab), dtype=torch.float32, device=device)
+        best = (size, -(-vocab // step_ops.BEST_BLOCK), 4)
+        self.best = torch.zeros(best, dtype=torch.float32, device=device)
+
+    def feed(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Set what the next step reads; rows beyond the requests have no position, and change nothing."""
+        spare = self.size - len(tokens)
+        lines = [[*tokens, *[0] * spare], [*positions, *[-1] * spare], [0] * self.size]
+        # From pageable memory: the call has read it when it returns, and the next may come at once.
+        self.inputs.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
+
+    def set_tables(self, states: Sequence[RequestState], bundles: Sequence[Bundle]) -> None:
+        """Where the requests' keys and values lie: a table for each of `bundles`."""
+        members = [state.slots for state in states]  # a request's are others after a shift, and told apart as objects
+        if len(members) == len(self.members) and all(map(operator.is_, members, self.members)):
+            return
+        for row, slots in enumerate(members):
+            for table, bundle in zip(self.tables, bundles, strict=True):
+                if (run := slots.get(bundle)) is not None:
+                    table[row, : len(run.index)] = run.index
+        self.members = members
+
+
+class PartRoom:
+    """Buffers of one part's half blocks, for the largest of some layers."""
+
+    def __init__(
+        self, size: int, parts: Sequence[tuple[PartWeights, LayerSpec]], decoder: DeviceDecoder, splits: int
+    ) -> None:
+        device = decoder.device
+        query = max(part.query_heads * facts.key_width for part, facts in parts)
+        forward = max(part.feed_forward for part, _ in parts)
+        projected = max(as_quantised(part.qkv).rows if part.query_heads else 0 for part, _ in parts)
+        self._size, self._decoder, self._split_count = size, decoder, splits
+        self.projected = torch.zeros((size, projected), dtype=torch.float32, device=device)
+        self.both = torch.zeros((size, 2 * forward), dtype=torch.float32, device=device)
+        self.query = torch.zeros((size, query), dtype=decoder.dtype, device=device)
+        self.attended = QuantizedRows.empty(size, query, device)
+        self.inner = QuantizedRows.empty(size, forward, device)
+        self.splits: dict[tuple[int, int], SplitBuffers] = {}  # by heads and width
+
+    def attend(self, part: PartWeights, number: int, batch: BatchBuffers, table: Tensor) -> QuantizedRows:
+        """The part's heads of layer `number` but for the last product: project, rotate into the cache, attend."""
+        spec, decoder = self._decoder.spec, self._decoder
+        layer, facts = decoder.weights.layers[number], spec.layers[number]
+        heads, width, positions = part.query_heads, facts.key_width, batch.state.positions
+        norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            norms = layer.query_norm, layer.key_norm
+        qkv = as_quantised(part.qkv)
+        projected = self.projected.view(-1)[: self._size * qkv.rows].view(self._size, qkv.rows)
+        query = self.query.view(-1)[: self._size * heads * width].view(self._size, heads, width)
+        place = decoder.place(number, part.part)
+        if (heads, width) not in self.splits:
+            self.splits[heads, width] = SplitBuffers.of(self._size, heads, self._split_count, width, decoder.device)
+        qkv.multiply_quantized(batch.normed, projected)
+        step_ops.rotate_into_cache(
+            projected, part.qkv_bias, norms, batch.angles[facts.rope], spec.norm_epsilon, positions, table,
+            table.stride(0), query, place, heads, part.kv_heads,
+        )  # fmt: skip
+        attended = self.attended.narrowed(heads * width)
+        step_ops.attend_cached(
+            query, place, table, positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
+            self.splits[heads, width], attended,
+        )  # fmt: skip
+        return attended
+
+    def gate(self, part: PartWeights, batch: BatchBuffers) -> QuantizedRows:
+        """The part's columns of the feed-forward block but for the last product."""
+        columns = 2 * part.feed_forward
+        both = self.both.view(-1)[: self._size * columns].view(self._size, columns)
+        inner = self.inner.narrowed(part.feed_forward)
+        as_quantised(part.gate_up).multiply_quantized(batch.normed, both)
+        step_ops.gate(both, self._decoder.spec.activation, inner)
+        return inner
