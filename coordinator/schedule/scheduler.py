@@ -6,13 +6,13 @@ chunks that are in the pipeline run to its end even if the request ended meanwhi
 state that nobody sends; only then are its slots freed.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ...proto.commands import AnyCommand, Batch, Chunk, HashKv, Move, RunTick
+from ...proto.commands import AnyCommand, HashKv, Move, RunTick
 from ...proto.errors import DoesNotFitError, ProtocolError
 from ...proto.generation_result import FinishReason, ShiftFailureKind
 from ...proto.ids import Layout, Rank, RequestId
@@ -31,6 +31,7 @@ from .session import Session
 from .shift_counts import ShiftCounts
 from .slots import SlotPool
 from .tick_log import TickLog
+from .tick_work import decode_batches, next_chunk, requests_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,7 @@ class Scheduler:
     @property
     def running(self) -> Running:
         """The requests whose prompts are read and which are, or soon will be, answered."""
-        answered = [session for session in self._open.values() if session.phase in (Phase.SHIFT, Phase.DECODE)]
-        if not answered:
-            return Running()
-        counts = Counter(session.plan.decode for session in answered)
-        cached = sum(session.prompt_tokens + session.steps_done for session in answered)
-        return Running(counts[Layout.LAYER], counts[Layout.TENSOR], cached // len(answered))
+        return requests_running(self._open.values())
 
     def sessions(self) -> list[Session]:
         """Every request that has not been told to have ended, in the order they came."""
@@ -312,8 +308,9 @@ class Scheduler:
         chunks_left = self._pipeline.is_due or any(session.has_chunk for session in sessions)
         may_decode = chunks_left or outstanding < self._settings.decode_credits
         moves = [move for session in self._open.values() for move in session.take_moves()]
-        stages, tensor_chunk = self._advance(sessions)
-        batches = self._batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
+        stages = self._pipeline.advance(next_chunk(sessions, Layout.LAYER))
+        tensor_chunk = next_chunk(sessions, Layout.TENSOR)  # beside it
+        batches = decode_batches(sessions, 1 if chunks_left else self._settings.lookahead_steps) if may_decode else ()
         freed = self._closable()
         if not (moves or stages or tensor_chunk or batches or freed):
             return None
@@ -325,23 +322,6 @@ class Scheduler:
         for session in freed:
             self._close(session)
         return tick
-
-    def _advance(self, sessions: Iterable[Session]) -> tuple[tuple[Chunk | None, ...], Chunk | None]:
-        """Move the pipeline on by one stage and let the next chunk in; one tensor chunk beside it."""
-        stages = self._pipeline.advance(_next_chunk(sessions, Layout.LAYER))
-        return stages, _next_chunk(sessions, Layout.TENSOR)
-
-    def _batches(self, sessions: Iterable[Session], most_steps: int) -> tuple[Batch, ...]:
-        batches = []
-        for layout in Layout:
-            ready = [session for session in sessions if session.layout is layout and session.steps_left > 0]
-            if ready:
-                careful = any(session.plan.request.one_step_at_a_time for session in ready)
-                steps = 1 if careful else min(most_steps, *(session.steps_left for session in ready))
-                entries = tuple(session.decode_entry(steps) for session in ready)
-                logits = any(session.plan.request.logits for session in ready)
-                batches.append(Batch(layout, steps, entries, logits))
-        return tuple(batches)
 
     def _note_written(self, tick: RunTick) -> None:
         for stage, chunk in enumerate(tick.chunk_of_stage):
@@ -393,11 +373,3 @@ class Scheduler:
             if session.can_commit and self.weights.allows(session.target_layout):
                 commands += session.commit()
         return commands
-
-
-def _next_chunk(sessions: Iterable[Session], layout: Layout) -> Chunk | None:
-    """The first open request of a layout that has prompt left."""
-    for session in sessions:
-        if session.layout is layout and session.has_chunk:
-            return session.next_chunk()
-    return None

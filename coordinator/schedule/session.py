@@ -24,6 +24,7 @@ from ...proto.ids import Layout, Rank
 from ...proto.kv import BLOCK_TOKENS, BundleTable, block_count, most_moved_blocks
 from ...proto.reports import SampledToken, ShiftCommitted, ShiftDamaged, ShiftPrepared
 from ..generation import RequestPlan, TokenEvent
+from .block_moves import BlockMoves
 from .phase import Phase
 from .rank_answers import CommitQuery, HashQueries
 
@@ -52,13 +53,9 @@ class Session:
         self._ranks = ranks
         self._read_tokens = 0  # of the prompt, handed out in chunks
         self._written = [0] * ranks  # positions each stage has written in ticks already built
-        self._moved_blocks = [0] * ranks
         self._accepted: set[Rank] = set()
         self._commit: CommitQuery | None = None  # in the log, and not every rank has answered
-        self._swap_blocks: int | None = None  # a tick; None: source and target of the shift share no slots
-        self._swapped = False  # partly: what the slots hold is neither layout's until the commit
-        self._again: list[Move] = []  # damaged ones, to be made once more
-        self._retried = False  # this shift has been
+        self._moves = BlockMoves(plan.request_id, plan.decode, ranks)  # of the shift to `target_layout`
         self._void_steps = 0  # handed out, but left out by the workers; their ticks have yet to come back
         self._steps_handed_out = 0
         self._steps_seen = 0  # steps whose results have come back
@@ -91,13 +88,13 @@ class Session:
         `swap_blocks` the two share slots: bundles change places once the prompt is read, so many blocks a tick.
         """
         plan = self.plan
-        self._swap_blocks = swap_blocks
         returns = plan.first_layout is not plan.prefill
         self.phase = Phase.RETURN if returns else Phase.PREFILL
         self.layout, self.table, self.target = plan.first_layout, table, target
         self.target_layout = plan.prefill if returns else plan.decode
         self._read_tokens = plan.cached_tokens
         self._written = [plan.cached_tokens] * self._ranks
+        self._moves = BlockMoves(plan.request_id, self.target_layout, self._ranks, swap_blocks=swap_blocks)
         prompt, sampling, sampled = plan.request.prompt, plan.request.sampling, plan.request.sampled
         commands: list[AnyCommand] = [
             OpenRequest(plan.request_id, prompt, self.layout, table, sampling, plan.cached_tokens, sampled)
@@ -186,31 +183,21 @@ class Session:
         """
         if self.target is None or len(self._accepted) < self._ranks or self.phase is Phase.ENDED:
             return []
-        if self._swap_blocks is not None:
-            return self._take_swaps(self._swap_blocks)
-        moves, self._again = self._again, []
-        most = most_moved_blocks(max(self.plan.chunks, default=0))
-        for stage, written in enumerate(self._written):
-            whole = written == self.prompt_tokens or self.phase is Phase.RETURN
-            end = block_count(written) if whole else written // BLOCK_TOKENS
-            end = min(end, self._moved_blocks[stage] + most)
-            first, self._moved_blocks[stage] = self._moved_blocks[stage], end
-            if end > first:
-                moves.append(Move(self.plan.request_id, self.target_layout, stage, first, end))
-        return moves
+        if self._moves.in_place:
+            return self._moves.swap(block_count(self.prompt_tokens)) if self.phase is Phase.SHIFT else []
+        return self._moves.stream(
+            [self._full_blocks(written) for written in self._written],
+            most_moved_blocks(max(self.plan.chunks, default=0)),
+        )
+
+    def _full_blocks(self, written: int) -> int:
+        """Blocks that get nothing more: where no more is to be written before the commit, the last one too."""
+        whole = written == self.prompt_tokens or self.phase is Phase.RETURN
+        return block_count(written) if whole else written // BLOCK_TOKENS
 
     def take_last_moves(self) -> list[Move]:
         """The rest, in the tick that writes it; none where the prompt goes on, or where bundles change places."""
-        return self.take_moves() if self.phase is Phase.SHIFT and self._swap_blocks is None else []
-
-    def _take_swaps(self, most_blocks: int) -> list[Move]:
-        """The next blocks of all stages together: what comes to a slot takes the place of what leaves it."""
-        first, all_blocks = self._moved_blocks[0], block_count(self.prompt_tokens)
-        end = min(first + most_blocks, all_blocks)
-        if self.phase is not Phase.SHIFT or end == first:
-            return []
-        self._moved_blocks, self._swapped = [end] * self._ranks, True
-        return [Move(self.plan.request_id, self.target_layout, stage, first, end) for stage in range(self._ranks)]
+        return self.take_moves() if self.phase is Phase.SHIFT and not self._moves.in_place else []
 
     @property
     def holds_ticks(self) -> bool:
@@ -218,7 +205,7 @@ class Session:
 
         Ticks built now could move nothing, and what is left then would be moved behind the first token.
         """
-        streams = self.target is not None and self._swap_blocks is None and len(self._accepted) < self._ranks
+        streams = self.target is not None and not self._moves.in_place and len(self._accepted) < self._ranks
         return streams and self.phase is Phase.PREFILL and self.chunks_handed_out > 0
 
     @property
@@ -233,11 +220,11 @@ class Session:
     @property
     def can_commit(self) -> bool:
         """All blocks are in moves of ticks already built."""
-        if self.target is None or self._again:
+        if self.target is None:
             return False
         if self.phase is Phase.RETURN:
-            return min(self._moved_blocks) == block_count(self.plan.cached_tokens)
-        return self.phase is Phase.SHIFT and min(self._moved_blocks) == block_count(self.prompt_tokens)
+            return self._moves.all_moved(block_count(self.plan.cached_tokens))
+        return self.phase is Phase.SHIFT and self._moves.all_moved(block_count(self.prompt_tokens))
 
     def commit(self) -> list[AnyCommand]:
         """From here on the request runs in the target's layout, unless a rank has found damage.
@@ -249,7 +236,8 @@ class Session:
             raise AssertionError("a shift that can be committed has both tables")
         request_id = self.plan.request_id
         blocks = block_count(self.prompt_tokens)
-        self._commit, self._swapped = CommitQuery(self._ranks, blocks, self.table, self.layout), False
+        self._commit = CommitQuery(self._ranks, blocks, self.table, self.layout)
+        self._moves.settle()
         self.layout, self.table, self.target = self.target_layout, self.target, None
         commit = CommitShift(request_id, self.layout)
         if self.phase is Phase.RETURN:
@@ -258,7 +246,7 @@ class Session:
         if not self.plan.request.verify_shift:
             return [commit]
         question = HashKv(request_id, self.prompt_tokens)
-        asked_before = self._swap_blocks is not None and self.hashes.before_shift is not None
+        asked_before = self._moves.in_place and self.hashes.before_shift is not None
         if not asked_before:
             self.hashes.ask_before_shift()
         self.hashes.ask_after_shift()
@@ -266,7 +254,7 @@ class Session:
 
     def hash_before_swaps(self) -> list[AnyCommand]:
         """The question for what lies in the source, where that is asked for and bundles are about to change places."""
-        swaps = self._swap_blocks is not None and self.phase is Phase.SHIFT and len(self._accepted) == self._ranks
+        swaps = self._moves.in_place and self.phase is Phase.SHIFT and len(self._accepted) == self._ranks
         if not swaps or not self.plan.request.verify_shift or self.hashes.before_shift is not None:
             return []
         self.hashes.ask_before_shift()
@@ -294,7 +282,7 @@ class Session:
 
         A kept prefix has come to where the rest is read; its full blocks also stay where they were.
         """
-        self._commit, self._retried = None, False
+        self._commit = None
         if self.phase is not Phase.RETURN:
             return []
         self.phase = Phase.PREFILL
@@ -303,7 +291,8 @@ class Session:
             return []
         self.target, self.target_layout = query.table, query.layout
         self._accepted = set()
-        self._moved_blocks = [plan.cached_tokens // BLOCK_TOKENS] * self._ranks
+        moved = plan.cached_tokens // BLOCK_TOKENS
+        self._moves = BlockMoves(plan.request_id, query.layout, self._ranks, moved)
         return [PrepareShift(plan.request_id, query.layout, query.table)]
 
     def damaged(self, query: CommitQuery) -> bool:
@@ -316,18 +305,17 @@ class Session:
             return False
         if self.phase is Phase.DECODE:
             self.phase = Phase.SHIFT
-        if self._retried:
+        if self._moves.was_sent_again:
             self.note_failure(ShiftFailureKind.DAMAGED, f"bytes arrived damaged twice: {query.told_damage()}")
             return False
-        self._retried = True
         self.moved_again += 1
         self.warning = f"bytes of a shift arrived damaged and were sent once more: {query.told_damage()}"
-        self._again = [Move(self.plan.request_id, self.target_layout, *run) for run in query.damaged_blocks()]
+        self._moves.send_again(query.damaged_blocks())
         return True
 
     def abandon(self) -> list[AnyCommand]:
         """Forget a shift that was not committed. The caller releases the target's slots."""
-        self.target, self._again = None, []
+        self.target = None
         if self.phase is Phase.SHIFT:
             self.phase = Phase.DECODE
         elif self.phase is Phase.RETURN:  # the rest is read where the kept prefix lies
@@ -401,7 +389,7 @@ class Session:
         Cells of steps whose tokens did not come to count are not among them.
         """
         written, prompt = min(self._written), self.plan.request.prompt
-        if self.finish_reason is FinishReason.ERROR or self.plan.request.forced or self._swapped:
+        if self.finish_reason is FinishReason.ERROR or self.plan.request.forced or self._moves.is_half_swapped:
             return ()
         if written < len(prompt):
             return prompt[:written]
