@@ -213,7 +213,7 @@ class Session:
         """Ranks that a shift waits for before the request can go on."""
         if self._commit is not None:
             return frozenset(self._commit.missing)
-        if self.phase not in (Phase.RETURN, Phase.SHIFT):
+        if self.phase not in (Phase.RETURN, Phase.SHIFT) and not self.holds_ticks:
             return frozenset()
         return frozenset(Rank(rank) for rank in range(self._ranks)) - self._accepted
 

@@ -55,6 +55,21 @@ def test_the_second_tick_waits_until_every_rank_has_said_that_it_can_shift() -> 
     assert [move.stage for move in run.group.ticks[1].moves] == [0]
 
 
+def test_a_rank_that_never_says_whether_it_can_shift_is_late_though_no_tick_is_under_way() -> None:
+    run = new_run(2)
+    run.scheduler.submit(plan(0, asked(320, 2, LAYER, TENSOR, chunk=64), 2))
+    run.send()
+    run.scheduler.shift_prepared(ShiftPrepared(Rank(0), RequestId(0), accepted=True))
+    for rank in (Rank(0), Rank(1)):
+        run.scheduler.tick_finished(TickFinished(rank, 0, 0, 0, 0))
+    run.send()
+    assert len(run.group.ticks) == 1
+    assert run.scheduler.late_ranks() == {Rank(1)}
+    run.scheduler.cancel(RequestId(0))
+    run.send()
+    assert len(run.group.ticks) > 1, "the others need not wait for it"
+
+
 def test_a_request_that_stays_where_it_is_waits_for_no_answer() -> None:
     run = new_run(2)
     run.scheduler.submit(plan(0, asked(320, 2, LAYER, LAYER, chunk=64), 2))
