@@ -264,14 +264,16 @@ def test_f38_f40_a_bad_frame_is_answered_by_an_error_and_harms_nobody(
     assert client.generate("ab", max_tokens=2).result().finish_reason == "length"
 
 
-def test_f38_a_key_that_comes_twice_is_no_trouble(server: Serving) -> None:
+def test_f38_a_key_that_comes_twice_is_told_and_no_trouble(server: Serving) -> None:
     once = msgspec.msgpack.encode({"type": "AskStatus", "call": 4})
     twice = bytes([once[0] + 1]) + once[1:] + msgspec.msgpack.encode("call") + b"\x05"
     with raw_client(server.address) as dealer:
         dealer.send(twice)
         reply = heard(dealer)
-        assert isinstance(reply, StatusReported)
-        assert reply.call == 5
+        assert isinstance(reply, Refused)
+        assert (reply.call, reply.kind) == (5, RefusalKind.BAD_MESSAGE)
+        dealer.send(once)
+        assert isinstance(heard(dealer), StatusReported)
 
 
 def test_f41_a_port_can_be_taken_again_at_once(group: ApiGroup) -> None:

@@ -3,6 +3,7 @@
 import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from gearshift.proto.codec import MAX_CHAT_VALUES, decode_request, encode
 from gearshift.proto.errors import InputError, ProtocolError
 from gearshift.proto.sampling import MAX_BIASES, SamplingParameters, validate
 
+encoder = msgspec.msgpack.Encoder()
 NUMBERS = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
 PLAIN = st.none() | NUMBERS | st.text(max_size=300)
 NESTED = st.recursive(
@@ -32,6 +34,46 @@ def values(one: Any) -> int:
 def test_millions_of_empty_values_are_refused_before_they_are_built(field: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="more than 200000 values in messages, tools and template_options"):
         decode_request(encode(Generate(1, **field)))
+
+
+def field_twice(name: str, first: Any, second: Any) -> bytes:
+    """A request for text that names one field before, and once more behind, all others."""
+    fields = {"type": "Generate", "call": 1}
+    pairs = [(name, first), *fields.items(), (name, second)]
+    return bytes([0x80 + len(pairs)]) + b"".join(encoder.encode(key) + encoder.encode(value) for key, value in pairs)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "text", "sampling"])
+def test_a_field_that_is_there_twice_is_refused(name: str) -> None:
+    frame = field_twice(name, [{}] * 250_000, [])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="holds a field twice"):
+            decode_request(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x80", b"\xc0", b"\x93abc", b"\xde", b"\xdf\0", b"\xde\x00\x01"])
+def test_what_is_no_map_of_fields_is_no_message(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a valid message"):
+        decode_request(frame)
+
+
+def test_more_fields_than_any_message_has_are_refused_before_they_are_looked_at() -> None:
+    fields = {f"new{index}": [] for index in range(65)}
+    with pytest.raises(ProtocolError, match="holds 65 fields; at most 64 can be"):
+        decode_request(encoder.encode(fields))
+
+
+@pytest.mark.parametrize("key", [1, -1.5, None, True, b"a", (-1, -2), 2**64 - 1])
+@pytest.mark.parametrize("field", ["messages", "tools", "template_options"])
+def test_keys_that_could_be_chosen_to_have_one_hash_are_refused(field: str, key: Any) -> None:
+    nested = {"a": [{"b": {}, "c": [1, {"d": 1, key: 2}]}]}
+    value = nested if field == "template_options" else [nested]
+    with pytest.raises(ProtocolError, match="keys must be texts"):
+        decode_request(encoder.encode({"type": "Generate", "call": 1, field: value}))
 
 
 def test_millions_of_biases_are_refused_before_they_are_built() -> None:
