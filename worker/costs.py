@@ -197,7 +197,7 @@ class CostMeter:
 
     def _made_up(self, layout: Layout, tokens: int) -> RequestState:
         """A request whose blocks all lie in the arena's first slots, over and over: it needs no contents of its own."""
-        self._requests += 1  # ids of their own, below all real ones: a device may keep tables by id
+        self._requests += 1  # ids of their own, below all real ones: the sampler keeps requests by id
         slots = self._kv.arena.shape[0]
         blocks = range(block_count(tokens)) if slots else range(0)
         run = SlotRun.of(tuple(block % slots for block in blocks), self._device)

@@ -1,7 +1,7 @@
 """Where ranks write what the others need of a decode step: inboxes, and what a kernel must know of them.
 
 An inbox: words [2, ranks, MOST_ROWS, width] of a value and a number, triples [2, ranks, MOST_ROWS, 4], their flags. How
-they are used: see `step_triton`.
+they are used: see `exchange_triton`.
 """
 
 from dataclasses import dataclass
