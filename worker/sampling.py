@@ -123,7 +123,7 @@ class RequestSampler:
         if values[count - 1] == values[count]:
             return None
         order = np.lexsort((ids[:count], -values[:count]))
-        return Brought(values[order], ids[order].astype(np.int64), own[order], brought[-2], brought[-1])
+        return Brought(values[order], ids[order].astype(np.int64), own[order], float(brought[-2]), float(brought[-1]))
 
     def choose_brought(self, brought: Brought) -> tuple[int, float]:
         """(the next id, its logit as the model has it)."""

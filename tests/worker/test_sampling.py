@@ -369,6 +369,7 @@ def test_what_is_brought_at_once_is_chosen_from_as_what_is_looked_at_bit_by_bit(
         return [sampler.choose(RequestId(1), row) for row in rows]
 
     brought = told()
+    assert {type(token.logprob) for token in brought} == {float}  # what can be sent
     used = [RequestSampler(parameters, []).bring(row) is not None for row in rows]
     assert any(used) or steps == 1  # whole numbers: nearly every border has equals
     monkeypatch.setattr(RequestSampler, "bring", lambda self, logits: None)
