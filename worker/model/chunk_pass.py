@@ -23,7 +23,8 @@ from ..kernels.step_ops import Angles
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table
 
-Piece = tuple[Layout, int, int, int | None, str]  # layout, bucket, layer, the layer after it, which of its graphs
+# Layout, bucket, layer, the layer after it where that makes a difference, which of its graphs.
+Piece = tuple[Layout, int, int, int | None, str]
 
 
 @dataclass(slots=True)
@@ -85,8 +86,8 @@ class ChunkPass:
             following = layers[index + 1] if index + 1 < len(layers) else None
             work = _LayerOfChunk(self._decoder, buffers, bucket, layer, following, layout is Layout.TENSOR)
 
-            def play(name: str, piece: Callable[[], None], key: Piece = (layout, bucket, layer, following, "")) -> None:
-                self._play((*key[:4], name), piece)
+            def play(name: str, piece: Callable[[], None], before: int | None = None, layer: int = layer) -> None:
+                self._play((layout, bucket, layer, before, name), piece)
 
             if index == 0:
                 play("norm", work.norm)
@@ -94,13 +95,13 @@ class ChunkPass:
                 play("project", work.project)
                 work.attend(segment)
             if layout is Layout.LAYER:
-                play("rest", work.rest)
+                play("rest", work.rest, following)
                 continue
             play("output", work.output)
             sum_in_place(buffers.partial[:bucket])
             play("forward", work.forward)
             sum_in_place(buffers.partial[:bucket])
-            play("end", work.end)
+            play("end", work.end, following)
         return buffers.hidden[:rows].clone()
 
     def _fill(self, hidden_TD: Tensor, segment: Segment) -> Buffers:
