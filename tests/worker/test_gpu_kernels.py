@@ -60,7 +60,7 @@ def sources():
         keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
         dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
     yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
-        dict(Q=16, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=16, MANY=True))
+        dict(Q=16, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
