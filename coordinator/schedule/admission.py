@@ -65,9 +65,9 @@ class Admission:
         while (grant := self._grow(session)) is None and session.plan.kept is not None:
             if self._kept.drop_oldest(but=session.plan.request.conversation):
                 continue
-            if not alone:
-                return None
-            session.read_all()
+            if alone:
+                session.read_all()
+            break
         return grant
 
     def _grow(self, session: Session) -> Grant | None:

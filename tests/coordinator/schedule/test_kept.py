@@ -10,9 +10,12 @@ from gearshift.coordinator.chunks.plan import Auto, Fixed, Limits
 from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
 from gearshift.coordinator.policy.planning import GroupSnapshot, plan_request
+from gearshift.coordinator.schedule.scheduler import Scheduler, SchedulerSettings
+from gearshift.coordinator.schedule.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
 from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import Layout, RequestId
+from gearshift.tests.helpers.fake_group import FakeGroup
 from gearshift.tests.helpers.fake_model import expected_answer
 from gearshift.tests.helpers.scheduler_run import (
     CONTEXT,
@@ -208,6 +211,18 @@ def test_a_turn_whose_kept_sequence_went_while_it_waited_reads_its_whole_prompt(
     run.finish()
     assert run.tokens(2) == expected_answer(prompt_of(220), 5, VOCAB)
     assert opens(run)[2].cached_tokens == 0
+    assert_nothing_is_lost(run)
+
+
+@pytest.mark.parametrize("decode", list(Layout))
+def test_a_kept_sequence_in_the_way_of_its_own_next_turn_goes_and_the_whole_prompt_is_read(decode: Layout) -> None:
+    # Room for the longest request in one layout at a time: around what is kept there is none for the other one's.
+    slots = slots_needed(-(-CONTEXT // 64), 2, frozenset(), [(LAYER, TENSOR)], in_place=True)
+    pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB)
+    run = Run(Scheduler(SchedulerSettings(2), pool), group, pool)
+    assert ask(run, 0, turn(prompt_of(100), 5, LAYER, LAYER)) == 0
+    cached = ask(run, 1, turn(prompt_of(300), 100, LAYER, decode))
+    assert cached == (100 if decode is LAYER else 0)
     assert_nothing_is_lost(run)
 
 
