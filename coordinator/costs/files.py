@@ -85,7 +85,16 @@ def costs_from_json(table: object) -> Costs:
         if not least <= value <= MOST:
             raise InputError(f"{name} must be a number from {least} to {MOST:g}")
     _check_ranks(costs)
+    _check_times(costs)
     return costs
+
+
+def _check_times(costs: Costs) -> None:
+    """An empty stage takes none, but a prompt does: what it takes divides."""
+    if not any(stage.seconds(0, 1) > 0 for stage in costs.stages):
+        raise InputError("costs.stages: a chunk must take some time on one of them at least")
+    if costs.tensor_prefill is not None and not costs.tensor_prefill.seconds(0, 1) > 0:
+        raise InputError("costs.tensor_prefill: a chunk must take some time")
 
 
 def _check_ranks(costs: Costs) -> None:

@@ -77,6 +77,8 @@ def changed(change: Callable[[Any], object]) -> Any:
     [
         (lambda t: t.pop("stages"), "costs: object missing required field `stages`"),
         (lambda t: t.update(stages=[]), "costs.stages must have an entry"),
+        (lambda t: t.update(stages=[{"per_chunk": 0, "per_token": 0}] * 2), "stages: a chunk must take some time"),
+        (lambda t: t.update(tensor_prefill={"per_chunk": 0, "per_token": 0}), "tensor_prefill: a chunk must take"),
         (lambda t: t.update(stages="\ud800"), "costs: a text in it is not Unicode"),
         (lambda t: t["stages"][1].update(per_chunk="x"), r"costs.stages\[1\].per_chunk: expected `float`, got `str`"),
         (lambda t: t["stages"][1].update(per_chunk=-1), r"costs.stages\[1\].per_chunk must be a number from 0 to 1e"),

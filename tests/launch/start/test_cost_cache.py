@@ -153,7 +153,8 @@ NOTHING = ChunkCost(0.0, 0.0)
     [
         (lambda costs: replace(costs, stages=costs.stages[:1], layer_seconds=None), "of 1 workers"),
         (lambda costs: replace(costs, stages=costs.stages * 2, layer_seconds=None), "of 4 workers"),
-        (lambda costs: replace(costs, stages=(NOTHING, NOTHING)), "nothing, or far too low"),
+        (lambda costs: replace(costs, stages=(NOTHING, NOTHING)), "must take some time"),
+        (lambda costs: replace(costs, stages=(NOTHING, *costs.stages[1:])), "nothing, or far too low"),
         (lambda costs: replace(costs, stages=(ChunkCost(1e-300, 0.0),) * 2), "nothing, or far too low"),
         (lambda costs: replace(costs, decode_tensor=None), "nothing, or far too low"),
         (lambda costs: replace(costs, tensor_prefill=ChunkCost(1e15, 1e15)), "work takes 0.00"),
