@@ -270,6 +270,8 @@ class Session:
         query = self._commit
         if query is None or report.rank not in query.missing:
             raise ProtocolError(f"rank {report.rank} answered a commit of request {report.request} that was not asked")
+        if isinstance(report, ShiftDamaged) and self._moves.in_place:  # nothing could send it again
+            raise ProtocolError(f"rank {report.rank} found damage in a shift in place, whose moves were all checked")
         everybody = query.answer(report)
         if isinstance(report, ShiftCommitted):
             self.shift_reports.append(report)

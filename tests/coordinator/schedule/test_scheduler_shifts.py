@@ -271,6 +271,15 @@ def test_a_shift_in_place_may_be_cancelled_at_any_time_and_what_is_half_swapped_
     assert pool.free_counts == slots
 
 
+def test_damage_told_at_the_commit_of_a_shift_in_place_ends_the_group_and_is_not_waited_for() -> None:
+    slots = slots_needed(2, 2, frozenset(), [(LAYER, TENSOR)], in_place=True)
+    pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB, damaging={0: 1})
+    run = Run(Scheduler(SchedulerSettings(2), pool), group, pool)
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
+    with pytest.raises(ProtocolError, match="found damage in a shift in place"):
+        run.finish()
+
+
 def test_a_shift_in_place_that_is_declined_leaves_the_request_where_it_is() -> None:
     slots = slots_needed(-(-CONTEXT // 64), 2, frozenset(), [(LAYER, TENSOR)], in_place=True)
     pool, group = SlotPool(slots), FakeGroup(2, slots, vocab=VOCAB, declining=frozenset({0}))
