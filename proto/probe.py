@@ -2,6 +2,9 @@
 
 from msgspec import Struct
 
+OLDEST_CAPABILITY = (8, 0)  # of a card that computes as the file asks: bf16 products and dp4a
+NEEDS_CAPABILITY = f"needs compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or more"
+
 
 class ProbedDevice(Struct, frozen=True):
     """A CUDA device under torch's number."""

@@ -7,8 +7,7 @@ import shutil
 import torch
 
 from ..proto.errors import InputError
-
-OLDEST_CAPABILITY = (8, 0)  # bf16 products and dp4a
+from ..proto.probe import NEEDS_CAPABILITY, OLDEST_CAPABILITY
 
 
 def check_device(device: torch.device) -> None:
@@ -17,8 +16,8 @@ def check_device(device: torch.device) -> None:
     if capability < OLDEST_CAPABILITY:
         name, number = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise InputError(
-            f"{name} (compute capability {number}) has no bf16; cards from 8.0 on are supported, "
-            "older ones with --compute-type f32 only"
+            f"{name} has compute capability {number}: it {NEEDS_CAPABILITY}; "
+            "older cards can be used with --compute-type f32 only"
         )
     if importlib.util.find_spec("triton") is None:
         raise InputError("quantised weights on a GPU need the package triton, which this Python does not have")

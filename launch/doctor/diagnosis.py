@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...proto.device_table import CardRow
-from ...proto.probe import PeerTest, ProbedDevice, ProbeReport
+from ...proto.probe import NEEDS_CAPABILITY, OLDEST_CAPABILITY, PeerTest, ProbedDevice, ProbeReport
 from .host_facts import Failure, HostFacts
 
 GIBIBYTE = 2**30
 MIN_SHARED_MEMORY_BYTES = 64 << 20  # the links' rings of 64 ranks, with room
-MIN_CAPABILITY = (7, 5)
 # NVIDIA's rule of minor version compatibility: from this driver on, every CUDA of that major version runs.
 MIN_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
 
@@ -115,8 +114,8 @@ def _device(device: ProbedDevice, cards: Sequence[CardRow]) -> Check:
     card = next((card for card in cards if card.device.uuid == device.uuid), None)
     pci = device.pci if card is None else card.device.pci
     found = f"{device.name} at {pci}, compute capability {capability}, {sizes}{_link(card)}"
-    if device.capability < MIN_CAPABILITY:
-        return Check(name, Verdict.PROBLEM, found, "needs compute capability 7.5 or more; leave this card out")
+    if device.capability < OLDEST_CAPABILITY:
+        return Check(name, Verdict.PROBLEM, found, f"{NEEDS_CAPABILITY}; leave this card out")
     if device.free_bytes < device.total_bytes // 2:
         return Check(name, Verdict.NOTE, found, "other programs hold more than half of its memory")
     if card is not None and _is_narrow(card):

@@ -133,10 +133,11 @@ def test_copies_through_host_memory_are_a_note() -> None:
 
 
 def test_a_card_that_is_too_old_or_busy_or_in_a_narrow_slot_is_told() -> None:
-    old = msgspec.structs.replace(DEVICES[0], capability=(7, 0))
+    old = msgspec.structs.replace(DEVICES[0], capability=(7, 5))
     busy = msgspec.structs.replace(DEVICES[1], free_bytes=GIBIBYTE)
     facts = gpu_machine(devices=(old, busy))
     assert check(facts, "cuda:0").verdict is Verdict.PROBLEM
+    assert check(facts, "cuda:0").advice.startswith("needs compute capability 8.0 or more")
     assert check(facts, "cuda:1").verdict is Verdict.NOTE
     narrow = (msgspec.structs.replace(CARDS[0], link_width=4), CARDS[1])
     found = check(replace(GPU_MACHINE, cards=narrow), "cuda:0")
