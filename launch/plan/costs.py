@@ -26,6 +26,7 @@ from ..start.fitting import GroupPlan, names_no_shares
 from ..start.models import open_files
 from ..start.session_setup import check_kv_format, open_model, open_session, wish_context
 from .fit import CPU, PlannedMemory, plan_memory
+from .timed_points import timed_chunks, wanted_chunks
 
 USUAL_MAX_CHUNK_TOKENS = 2048
 
@@ -84,7 +85,7 @@ def costs_of_model(
                 f"--workers {settings.workers}: the costs in {costs_file} are of {len(file.costs.stages)}"
             )
         return _planned(plan, wish, file, str(costs_file))
-    kept = None if settings.measure else kept_costs(plan.spec, settings)
+    kept = None if settings.measure else kept_costs(plan.spec, settings, wish.tokens)
     if kept is not None:
         return _planned(plan, wish, kept[1], f"measured earlier on this machine ({kept[0]})")
     with open_session(open_model(model), settings, layouts, wish) as session:
@@ -92,6 +93,7 @@ def costs_of_model(
         facts = {
             "devices": [hello.device for hello in session.cluster.hellos],
             "compute_type": str(session.loaded.compute_type),
+            "points": to_builtins(driver.measuring_plan()),
         }
         file = CostFile(driver.costs or driver.measure_costs().costs, facts)
     return _planned(plan, wish, file, "measured now")
@@ -115,11 +117,16 @@ def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> F
 
 
 def kept_costs(
-    spec: ModelSpec, settings: GroupSettings, environment: Mapping[str, str] = os.environ
+    spec: ModelSpec,
+    settings: GroupSettings,
+    context_tokens: int,
+    environment: Mapping[str, str] = os.environ,
 ) -> tuple[Path, CostFile] | None:
-    """What was measured with this model, as many workers and the same settings on this machine, the newest first.
+    """What was measured with this model, as many workers and the same settings on this machine.
 
-    Where the model lay exactly so goes before where it did not; with cuts or shares that were asked for, alone.
+    Timed with chunks like those that a group of this context would time goes first, else with the longest chunks; of
+    these where the model lay exactly so goes before where it did not (with cuts or shares that were asked for, alone),
+    then the newest.
     """
     wanted = {
         "files": [file.fingerprint for file in spec.files],
@@ -150,8 +157,18 @@ def kept_costs(
         )
     )
     exact = [one for one in found if one[1].facts.get("placement") == as_placed]
-    asked = settings.layer_split or settings.layer_shares or settings.tensor_shares
-    return next(iter(exact if asked else exact + found), None)
+    if settings.layer_split or settings.layer_shares or settings.tensor_shares:
+        found = exact
+
+    def rank(one: tuple[Path, CostFile]) -> tuple[int, int, bool]:
+        facts = one[1].facts
+        timed = timed_chunks(facts)
+        wanted = wanted_chunks(spec, device_kind(facts), settings.workers, context_tokens, settings.max_chunk_tokens)
+        reach = (0, 0) if timed.suits(wanted) else (-timed.longest, -timed.deepest)
+        return (*reach, one not in exact)
+
+    suiting = [one for one in found if rank(one)[0] == 0]
+    return min(suiting or found, key=rank, default=None)
 
 
 def device_kind(facts: Mapping[str, object]) -> str:

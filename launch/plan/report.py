@@ -12,6 +12,7 @@ from ...proto.ids import Layout
 from ..report import MEBIBYTE, chunks_text
 from .fit import PlannedMemory
 from .gantt import LEGEND, gantt
+from .timed_points import timed_chunks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,11 @@ class PlanFacts:
     planned: PlannedMemory | None = None
     as_measured: Outlook | None = None  # with the shift of the costs, where the plan has another
 
+    @property
+    def far_beyond(self) -> str:
+        """What is to be told where chunks are planned that are much longer than any timed; empty: nothing."""
+        return timed_chunks(self.costs_facts).told_beside(max(self.outlook.choice.chunk_plan.chunks, default=0))
+
 
 def plan_json(plan: PlanFacts) -> dict[str, Any]:
     """Seconds, bytes, tokens; lists of ranks are in rank order."""
@@ -43,7 +49,12 @@ def plan_json(plan: PlanFacts) -> dict[str, Any]:
         "prompt_tokens": task.prompt_tokens,
         "output_tokens": task.steps + 1,
         "requests": task.requests,
-        "costs": {"from": plan.costs_from, "facts": dict(plan.costs_facts)},
+        "costs": {
+            "from": plan.costs_from,
+            "facts": dict(plan.costs_facts),
+            "timed_chunks": list(timed_chunks(plan.costs_facts).lengths),
+            "far_beyond": plan.far_beyond,
+        },
         "prefill": str(outlook.choice.prefill),
         "decode": str(outlook.choice.decode),
         "reason": outlook.choice.reason,
@@ -87,13 +98,14 @@ def _heading(plan: PlanFacts) -> list[str]:
     on = (
         " + ".join(map(_told, devices))
         if isinstance(devices, list) and devices
-        else f"{plan.outlook.ranks} workers"
+        else _count(plan.outlook.ranks, "worker")
     )
     many = f"{task.requests} requests of " if task.requests > 1 else ""
     prompt, answer = _count(task.prompt_tokens, "prompt token"), _count(task.steps + 1, "answer token")
     return [
         f"{model or 'a model'} on {on}: {many}{prompt}, {answer}{' each' if many else ''}",
         f"costs: {plan.costs_from}",
+        *([f"these costs were {plan.far_beyond}"] if plan.far_beyond else []),
     ]
 
 

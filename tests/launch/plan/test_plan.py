@@ -53,6 +53,17 @@ def test_a_plan_from_costs_alone_tells_all_journeys_the_choice_and_the_chunks(
     assert facts["with_the_measured_shift"] is None
 
 
+def test_chunks_much_longer_than_those_timed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"devices": ["cpu", "cpu"], "points": {"chunks": [[0, 1], [0, 2]]}})
+    facts = facts_of(capsys, "--costs", path, *WORDS)
+    assert max(facts["chunks"]) > 8
+    assert facts["costs"]["timed_chunks"] == [1, 2]
+    assert "chunks of 1, 2 tokens" in facts["costs"]["far_beyond"]
+    assert run_command(["plan", "--costs", str(path), *WORDS]) == 0
+    assert "these costs were measured with chunks of 1, 2 tokens" in capsys.readouterr().out
+
+
 def test_a_person_is_shown_a_table_the_reason_and_who_works_when(
     costs_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,7 +215,7 @@ def test_a_files_words_reach_the_terminal_without_what_it_obeys(
     ("words", "said"),
     [
         (("-p", str(10**12)), "less than or equal to 10000000"),
-        (("-p", "9000000", "--chunk", "1"), "are 9000000 chunks of at most 1 tokens on 2 ranks"),
+        (("-p", "9000000", "--chunk", "1"), "are 9000000 chunks of at most 1 token on 2 ranks"),
         (("-p", "9000000", "--max-chunk", "16"), "take longer chunks"),
         (("-p", "5", "-n", str(10**400)), "less than or equal to 10000000"),
         (("-p", "5", "--shift-seconds", "inf"), "less than or equal to"),

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from gearshift.coordinator.costs.cost_model import ChunkCost, Costs
-from gearshift.coordinator.costs.measuring_plan import MeasuringPlan
+from gearshift.coordinator.costs.measuring_plan import MeasuringPlan, Points, measuring_plan
 from gearshift.coordinator.group.cluster import Cluster
 from gearshift.coordinator.group.load_result import LoadResult
 from gearshift.launch.plan.costs import kept_costs
+from gearshift.launch.plan.timed_points import TimedChunks, timed_chunks
 from gearshift.launch.settings.options import Device, GroupSettings, group_settings
 from gearshift.launch.start.cost_cache import cost_facts, cost_path, keep_costs
 from gearshift.proto.ids import ComputeType, KvType, Rank
@@ -48,21 +49,22 @@ def keep(
     shares: tuple[float, ...] | None = None,
     threads: int | None = None,
     age_seconds: int = 0,
+    chunks: Points = ((0, 64), (0, 256), (512, 64)),
 ) -> None:
     """What a group leaves that was measured so long ago; `per_token` tells it from others."""
     cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
     loaded = LoadResult(0.0, ComputeType.F32, F32, (0,) * workers, (0,) * workers)
     placement = place(SPEC, workers, layer_shares=shares)
     settings = group_settings(workers=workers, threads=threads)
-    facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(((0, 64),)))
+    facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(chunks))
     path = cost_path(facts)
     assert keep_costs(path, Costs(stages=(ChunkCost(0.0, per_token),) * workers), facts)
     then = path.stat().st_mtime - age_seconds
     os.utime(path, (then, then))
 
 
-def found(settings: GroupSettings | None = None) -> float | None:
-    kept = kept_costs(SPEC, settings or group_settings(workers=2))
+def found(settings: GroupSettings | None = None, context_tokens: int = 4096) -> float | None:
+    kept = kept_costs(SPEC, settings or group_settings(workers=2), context_tokens)
     return None if kept is None else kept[1].costs.stages[0].per_token
 
 
@@ -94,7 +96,7 @@ def test_the_newest_is_taken_but_one_that_lay_as_it_would_now_goes_before() -> N
     assert found() == 1.0
     assert found(group_settings(workers=2, layer_share="3,1")) == 2.0
     assert found(group_settings(workers=2, layer_share="1,3")) is None
-    keep(3.0, device="a card")
+    keep(3.0, device="a card", chunks=measuring_plan("cuda", 2, 4096, 512, 1).chunks)
     assert found() == 3.0
 
 
@@ -109,3 +111,41 @@ def test_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "gearshift" / "costs" / "zz.json").write_text("{")
     assert found() == 1.0
     assert found(replace(group_settings(workers=2), workers=4)) is None
+
+
+SHORT: Points = ((0, 17), (0, 68), (68, 17))
+LONG: Points = measuring_plan("cpu", 2, 4096, 2048, 1).chunks
+
+
+def test_costs_timed_with_much_shorter_chunks_do_not_go_before_those_that_suit_though_newer() -> None:
+    keep(1.0, chunks=LONG, age_seconds=10)
+    keep(2.0, chunks=SHORT)
+    assert found(context_tokens=4096) == 1.0
+    assert found(context_tokens=136) == 2.0
+
+
+def test_where_none_suits_the_longest_timed_are_taken() -> None:
+    keep(1.0, chunks=((0, 30), (0, 100)), age_seconds=10)
+    keep(2.0, chunks=SHORT)
+    assert found(context_tokens=4096) == 1.0
+    keep(3.0, chunks=LONG, shares=(3.0, 1.0), age_seconds=20)
+    assert found(context_tokens=4096) == 3.0, "though the model would not lie so"
+
+
+def test_depth_counts_as_length_does() -> None:
+    keep(1.0, chunks=LONG, age_seconds=10)
+    keep(2.0, chunks=((0, 64), (0, 256), (30, 64)))
+    assert found() == 1.0
+
+
+@pytest.mark.parametrize("points", [None, 3, {}, {"chunks": 1}, {"chunks": [[1], "ab", [True, 3], [0, -1]]}])
+def test_points_that_are_none_are_not_known(points: object) -> None:
+    assert timed_chunks({"points": points}) == TimedChunks()
+    assert timed_chunks({"points": points}).told_beside(10**6) == ""
+
+
+def test_a_planned_chunk_much_longer_than_any_timed_is_told_and_others_are_not() -> None:
+    timed = timed_chunks({"points": {"chunks": [[0, 17], [0, 68], [68, 17]]}})
+    assert timed == TimedChunks((17, 68), 68)
+    assert timed.told_beside(4 * 68) == ""
+    assert timed.told_beside(4 * 68 + 1).startswith("measured with chunks of 17, 68 tokens")
