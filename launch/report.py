@@ -147,7 +147,8 @@ def phase_table(result: GenerationResult) -> "Table":
     table.add_column("seconds", justify="right")
     table.add_column("tok/s", justify="right")
     prefill, shift, decode = result.prefill, result.shift, result.decode
-    work = f"{result.prompt_tokens} tokens in {chunks_text(prefill.chunks)}"
+    plural = "" if result.prompt_tokens == 1 else "s"
+    work = f"{result.prompt_tokens} token{plural} in {chunks_text(prefill.chunks)}"
     table.add_row(
         "prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second)
     )

@@ -6,7 +6,7 @@ and m* = sqrt((S-1) W / b). The plain rule is the same with q = 0: C = sqrt(n (b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import TypeAlias
 
@@ -100,11 +100,13 @@ def plan_chunks(
     costs: Sequence[ChunkCost] | None,
     limits: Limits,
     decode_seconds: float = 0.0,
+    together: bool = False,
 ) -> ChunkPlan:
     """Chunks for a prompt of `tokens` after `cached` ones. `costs` is one a stage, None if not measured.
 
     One stage: one chunk, capped by the buffers. Each chunk is >= 1 and <= `limits.max_chunk`. `decode_seconds`: of the
-    decode step that runs in each tick meanwhile, for requests that are being answered.
+    decode step that runs in each tick meanwhile, for requests that are being answered. `together`: the one stage is
+    a group of workers in the tensor layout.
     """
     if tokens < 1 or cached < 0 or stages < 1 or limits.max_chunk < 1:
         raise ValueError(f"no chunks for {tokens} tokens after {cached} over {stages} stages within {limits}")
@@ -113,7 +115,9 @@ def plan_chunks(
     if isinstance(rule, Fixed):
         return ChunkPlan(_fixed(tokens, rule.sizes, limits.max_chunk), "chunks as asked for", plain)
     if plain is None:
-        return _one_stage(tokens, cached, costs, limits, decode_seconds)
+        plan = _one_stage(tokens, cached, costs, limits, decode_seconds)
+        who = "tensor layout: all workers read a chunk together; " if together else "one stage: "
+        return replace(plan, reason=who + plan.reason)
     if isinstance(rule, Auto) and costs:
         return _auto(tokens, cached, costs, limits, decode_seconds, plain)
     missing = "costs not measured; " if isinstance(rule, Auto) else ""
@@ -194,8 +198,8 @@ def _one_stage(
         task = _task(tokens, cached, costs, limits, decode_seconds)
         chunks = filled(task, costs, task.longest_seconds)
         if chunks is not None:
-            return ChunkPlan(chunks, f"one stage: {_count(chunks)}" + _told_bound(task, limits), None)
-    return ChunkPlan(_repeat(tokens, limits.max_chunk), "one stage: the largest chunk the buffers take", None)
+            return ChunkPlan(chunks, _count(chunks) + _told_bound(task, limits), None)
+    return ChunkPlan(_repeat(tokens, limits.max_chunk), "the largest chunk the buffers take", None)
 
 
 def _task(

@@ -71,7 +71,7 @@ def chunk_plans(
     return {
         layout: plan_chunks(rest, cached, ranks, rule, costs.stages if costs else None, limits, beside)
         if layout is Layout.LAYER
-        else plan_chunks(rest, cached, 1, rule, whole, limits, beside)
+        else plan_chunks(rest, cached, 1, rule, whole, limits, beside, together=ranks > 1)
         for layout in layouts
     }
 

@@ -170,5 +170,10 @@ def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: s
     answered = task.running.layer + task.running.tensor
     beside = f" beside {answered} answer{'s' if answered > 1 else ''}" if answered else ""
     many = f"{task.requests} requests of " if task.requests > 1 else ""
-    work = f"{many}{task.prompt_tokens} tokens{cached} and {task.steps} steps{beside}"
+    tokens, steps = _count(task.prompt_tokens, "token"), _count(task.steps, "step")
+    work = f"{many}{tokens}{cached} and {steps}{beside}"
     return f"{best[0]}->{best[1]} {why} for {work}: {times}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

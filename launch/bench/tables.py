@@ -75,7 +75,7 @@ def auto_line(runs: Sequence[TimedRun]) -> str:
     chosen = auto_choice(mine)
     taken = [run for run in mine if run.took == chosen]
     measured = Spread.of(run.wall_seconds for run in taken).median
-    line = f"auto: {chosen.name} in {len(taken)} of {len(mine)} rounds"
+    line = f"auto: {chosen.name} in {len(taken)} of {len(mine)} round{'' if len(mine) == 1 else 's'}"
     forecasts = [run.predicted_seconds for run in taken if run.predicted_seconds is not None]
     if not forecasts:
         return f"{line}, {measured:.3f} s; {taken[0].result.prefill.reason}"
@@ -91,7 +91,7 @@ def bench_table(bench: Bench) -> "Table":
     """Medians; of the whole time also the range."""
     from rich.table import Table
 
-    title = f"prompt {bench.prompt_tokens}, answer {bench.answer_tokens} tokens"
+    title = f"prompt {bench.prompt_tokens}, answer {bench.answer_tokens} token{'' if bench.answer_tokens == 1 else 's'}"
     table = Table(title=title, title_justify="left")
     table.add_column("prompt -> answer", no_wrap=True)
     for column in ("all, s", "range", "prompt\ntok/s", "answer\ntok/s", "shift, ms\nexposed", "\nhidden"):

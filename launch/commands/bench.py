@@ -178,7 +178,8 @@ def _timed(
     warm_up = interleaved(
         driver, taken[:-1], 1, prompt, min(answer, WARM_UP_ANSWER_TOKENS), seed, rule=layouts.chunk_rule
     )
-    note(f"{repeats} rounds of {len(taken)} runs, prompts from seed {seed + len(warm_up)} on")
+    rounds = f"{repeats} round{'' if repeats == 1 else 's'}"
+    note(f"{rounds} of {len(taken)} runs, prompts from seed {seed + len(warm_up)} on")
     return interleaved(
         driver, taken, repeats, prompt, answer, seed + len(warm_up), rule=layouts.chunk_rule, collector=collector,
         told=lambda run: note(f"round {run.round + 1} of {repeats}, {run.combination.name}: {run.wall_seconds:.3f} s"),

@@ -167,7 +167,7 @@ def _show(facts: dict[str, Any], workers: int, list_tensors: bool) -> None:
 def _parts_table(parts: list[dict[str, Any]], workers: int) -> "Table":
     from rich.table import Table
 
-    table = Table("part", title=f"parts for {workers} workers", title_justify="left")
+    table = Table("part", title=f"parts for {workers} worker{'' if workers == 1 else 's'}", title_justify="left")
     for part in parts:
         table.add_column(f"rank {part['rank']}", justify="right")
     table.add_row("layers owned as a stage", *(_half_open(part["layers"]) for part in parts))

@@ -74,9 +74,10 @@ def perplexity(
     if as_json:
         print(json.dumps(asdict(found)))
     else:
+        windows = f"{found.windows} window{'' if found.windows == 1 else 's'}"
         print(
             f"perplexity {found.value:.4f} +/- {found.standard_error:.4f} "
-            f"({found.windows} windows of {context} tokens, {found.scored_tokens} tokens scored)"
+            f"({windows} of {context} tokens, {found.scored_tokens} tokens scored)"
         )
 
 

@@ -146,7 +146,8 @@ def _refuse_many_chunks(prompt_tokens: int, found: "FoundCosts", layouts: Layout
     chunks = prompt_tokens // longest
     if chunks * ranks > MOST_CHUNKS:
         raise InputError(
-            f"--prompt-tokens {prompt_tokens} are {chunks} chunks of at most {longest} tokens on {ranks} ranks: "
+            f"--prompt-tokens {prompt_tokens} are {chunks} chunks of at most {_count(longest, 'token')} "
+            f"on {_count(ranks, 'rank')}: "
             f"more than {MOST_CHUNKS} are not planned; take longer chunks (--chunk, --max-chunk) or a shorter prompt"
         )
 
@@ -178,3 +179,7 @@ def _plan(
         costs_from=f"{found.told}, but a shift of {shift_seconds:g} s",
         as_measured=facts.outlook,
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -171,7 +171,7 @@ def _answer(
     from ..report import memory_table, phase_table, reason_lines, run_facts
 
     output = PlainText() if split is None else ChatTerminal()
-    with busy(f"reading {len(request.prompt)} tokens") as prompt_is_read:
+    with busy(f"reading {len(request.prompt)} token{'' if len(request.prompt) == 1 else 's'}") as prompt_is_read:
 
         def show(piece: "Piece") -> None:
             prompt_is_read()

@@ -34,7 +34,8 @@ def external_cluster(
     with CoordinatorChannel.bind(workers_address or f"tcp://{host}:*", keys) as channel:
         port = int(split_address(channel.address)[1])
         keys_told = "" if key_file is None else f" --key-file {key_file}"
-        note(f"waiting {join_timeout_seconds:g} s for {workers} workers (they meet at port {port}); start them with")
+        expected = f"{workers} worker{'' if workers == 1 else 's'}"
+        note(f"waiting {join_timeout_seconds:g} s for {expected} (they meet at port {port}); start them with")
         note(
             f"  torchrun --nproc-per-node {workers} -m gearshift.worker --coordinator {listener.address}{keys_told}"
         )

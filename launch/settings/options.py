@@ -123,7 +123,7 @@ def group_settings(
     workers = chosen.whole_number("workers")
     memory_limits = parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit"))
     if memory_limits is not None and len(memory_limits) not in (1, workers):
-        values = f"{len(memory_limits)} values for {workers} workers"
+        values = f"{len(memory_limits)} values for {workers} worker{'' if workers == 1 else 's'}"
         raise InputError(f"{chosen.place('memory_limit')}: {values}; give one, or one for each")
     return GroupSettings(
         workers=workers,

@@ -22,7 +22,8 @@ from ...proto.errors import InputError
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ...proto.reports import Hello
-from ..console import note
+from ..bench.calibration import MOST_OFF_FIT, told_fit, worst_fit
+from ..console import note, warn
 from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
 
@@ -33,6 +34,8 @@ ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their co
 
 MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
 MOST_BUSY = 100.0  # times as slow: no other work does that, the costs are wrong
+
+WORST_FIT = "worst_fit"  # a kept file's fact that is none of the group's: how far its costs were off where measured
 
 Facts = dict[str, object]
 
@@ -78,8 +81,11 @@ def settle_costs(
         driver.use_costs(kept)
     else:
         note("measuring what this group's work costs (later starts take it from this one)")
-        kept = driver.measure_costs().costs
-        keep_costs(path, kept, facts)
+        found = driver.measure_costs()
+        kept, off = found.costs, worst_fit(found)
+        if told := told_fit(off):
+            warn(f"{told} with --measure")
+        keep_costs(path, kept, facts | {WORST_FIT: off})
     return CostPlace(path, facts, kept)
 
 
@@ -92,7 +98,8 @@ def still_holds(kept: Costs, driver: Driver) -> bool:
     """
     found = driver.measure(driver.measuring_plan().first_points())
     if len(kept.stages) != len(found.costs.stages):
-        note(f"measuring anew: the costs known from before are of {len(kept.stages)} workers")
+        workers = f"{len(kept.stages)} worker{'' if len(kept.stages) == 1 else 's'}"
+        note(f"measuring anew: the costs known from before are of {workers}")
         return False
     ratios = times_as_long(found, kept)
     least, most = min(ratios, default=1.0), max(ratios, default=1.0)
@@ -171,7 +178,7 @@ def read_kept(path: Path, facts: Facts) -> Costs | None:
     except InputError as error:
         note(f"measuring anew: {error}")
         return None
-    if kept.facts != facts:
+    if {name: fact for name, fact in kept.facts.items() if name != WORST_FIT} != facts:
         note(f"measuring anew: {path} was written for another group")
         return None
     return kept.costs
@@ -189,6 +196,20 @@ def keep_costs(path: Path, costs: Costs, facts: Facts) -> bool:
         note(f"measured costs are not kept: {error}")
         return False
     return True
+
+
+def is_better_kept(path: Path, off: float) -> bool:
+    """Whether what is kept there goes before costs that are off by so much: those fit badly, and it is not known worse.
+
+    Of learnt costs no fit is known: they held in real work.
+    """
+    if off <= MOST_OFF_FIT or not path.exists():
+        return False
+    try:
+        kept = read_cost_file(path).facts.get(WORST_FIT)
+    except InputError:
+        return False
+    return not isinstance(kept, float) or kept <= off
 
 
 def _digest(value: object) -> str:

@@ -95,6 +95,14 @@ def test_one_stage_reads_one_chunk_capped_by_the_buffers() -> None:
     assert plan_chunks(300, 0, 1, Auto(), (RIG,), CPU).chunks == (300,)
     assert plan_chunks(1100, 0, 1, Auto(), None, CPU).chunks == (512, 512, 76)
     assert plan_chunks(1100, 0, 1, Sqrt(), None, CPU).plain_rule_chunk is None
+    assert plan_chunks(300, 0, 1, Auto(), None, CPU).reason == "one stage: the largest chunk the buffers take"
+
+
+def test_a_group_that_reads_a_chunk_together_is_told_as_one_and_not_as_one_stage() -> None:
+    plan = plan_chunks(1100, 0, 1, Auto(), None, CPU, together=True)
+    assert plan.chunks == (512, 512, 76)
+    told = "tensor layout: all workers read a chunk together; the largest chunk the buffers take"
+    assert plan.reason == told
 
 
 def test_a_prompt_that_the_plain_rule_reads_in_one_chunk_is_one_chunk() -> None:
