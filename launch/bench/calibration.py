@@ -1,12 +1,19 @@
 """What `gearshift calibrate` says of a measurement: facts in, tables out. Pure but for the tables' library."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ...coordinator.costs.cost_model import ChunkCost, StepCost
+from ...coordinator.costs.cost_model import ChunkCost
 from ...coordinator.costs.files import costs_to_json
 from ...coordinator.costs.measuring import Measurement
+from ...coordinator.costs.residuals import (
+    ChunkResidual,
+    StepResidual,
+    chunk_residuals,
+    step_residuals,
+    worst_fit,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,67 +22,12 @@ SHIFTED_TOKENS = 1024  # that the table tells of
 DEPTH_TOLD = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResidual:
-    """One chunk on one stage (None: under tensor parallelism), measured and as the fitted cost has it."""
-
-    stage: int | None
-    cached: int
-    tokens: int
-    measured_seconds: float
-    predicted_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepResidual:
-    """One decode step, measured and as the fitted cost has it."""
-
-    layout: str
-    batch: int
-    cached: int
-    measured_seconds: float
-    predicted_seconds: float
-
-
-def chunk_residuals(found: Measurement) -> tuple[ChunkResidual, ...]:
-    """Of each stage that has layers, then of the tensor layout."""
-    residuals: list[ChunkResidual] = []
-    for stage, cost in enumerate(found.costs.stages):
-        residuals += _of_chunks(stage, cost, found.plan.chunks, found.stage_seconds(stage))
-    if found.costs.tensor_prefill is not None:
-        residuals += _of_chunks(None, found.costs.tensor_prefill, found.plan.tensor_chunks, found.tensor_seconds())
-    return tuple(residuals)
-
-
-def _of_chunks(
-    stage: int | None, cost: ChunkCost, points: Sequence[tuple[int, int]], seconds: Sequence[float]
-) -> Iterator[ChunkResidual]:
-    for (cached, tokens), measured in zip(points, seconds, strict=False):  # none of a stage without layers
-        yield ChunkResidual(stage, cached, tokens, measured, cost.seconds(cached, tokens))
-
-
-def step_residuals(found: Measurement) -> tuple[StepResidual, ...]:
-    """Of the layer layout, then of the tensor layout."""
-    costs, residuals = found.costs, []
-    if costs.decode_layer is not None:
-        residuals += _of_steps("layer", costs.decode_layer, found, found.layer_step_seconds())
-    if costs.decode_tensor is not None:
-        residuals += _of_steps("tensor", costs.decode_tensor, found, found.tensor_step_seconds())
-    return tuple(residuals)
-
-
-def _of_steps(layout: str, cost: StepCost, found: Measurement, seconds: Sequence[float]) -> list[StepResidual]:
-    return [
-        StepResidual(layout, batch, cached, measured, cost.seconds(batch, cached))
-        for (cached, batch), measured in zip(found.plan.steps, seconds, strict=True)
-    ]
-
-
 def calibration_facts(found: Measurement, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     """What `--json` prints. `facts`: what was measured on; `seconds`: how long it took."""
     return {
         "seconds": seconds,
         "facts": facts,
+        "worst_fit": worst_fit(found),
         "costs": costs_to_json(found.costs),
         "chunk_residuals": [asdict(one) for one in chunk_residuals(found)],
         "step_residuals": [asdict(one) for one in step_residuals(found)],
@@ -110,7 +62,7 @@ def _of_cost(cost: ChunkCost) -> tuple[str, ...]:
 def _worst(residuals: Sequence[ChunkResidual]) -> dict[int | None, str]:
     worst: dict[int | None, float] = {}
     for one in residuals:
-        worst[one.stage] = max(worst.get(one.stage, 0.0), abs(_off(one)))
+        worst[one.stage] = max(worst.get(one.stage, 0.0), abs(one.off))
     return {stage: f"{off:.1%}" for stage, off in worst.items()}
 
 
@@ -148,11 +100,7 @@ def _step_table(found: Measurement) -> "Table":
 
 
 def _cell(one: ChunkResidual | StepResidual) -> str:
-    return f"{one.measured_seconds * 1e3:.4g} ({_off(one):+.1%})"
-
-
-def _off(one: ChunkResidual | StepResidual) -> float:
-    return one.predicted_seconds / one.measured_seconds - 1 if one.measured_seconds else 0.0
+    return f"{one.measured_seconds * 1e3:.4g} ({one.off:+.1%})"
 
 
 def _link_table(found: Measurement) -> "Table":

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InputError
-from ..console import note, stdout_console
+from ..console import note, stdout_console, warn
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..settings.user_folders import current_settings
@@ -49,12 +49,14 @@ def calibrate(
 ) -> None:
     """Time chunks, decode steps and links at more points than a start does, and show how well the costs fit them.
 
-    The costs are kept: later starts of such a group take them instead of measuring.
+    The costs are kept: later starts of such a group take them instead of measuring. Where they fit badly, costs that
+    were kept before and fit better stay.
     """
     arguments = locals()
     from ...coordinator.costs.files import write_costs
+    from ...coordinator.costs.residuals import told_fit, worst_fit
     from ..bench.calibration import calibration_facts, calibration_tables
-    from ..start.cost_cache import cost_facts, cost_path, keep_costs
+    from ..start.cost_cache import WORST_FIT, cost_facts, cost_path, is_better_kept, keep_costs
     from ..start.session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
@@ -68,8 +70,12 @@ def calibrate(
         seconds = monotonic() - started
         points = driver.measuring_plan()  # a start's: it is a start that looks for them
         facts = cost_facts(driver.spec, session.cluster, session.placement, session.loaded, settings, points)
-    path = cost_path(facts)
-    if keep_costs(path, found.costs, facts):
+    path, off = cost_path(facts), worst_fit(found)
+    if told := told_fit(off):
+        warn(told)
+    if is_better_kept(path, off):
+        note(f"measured in {seconds:.1f} s; not kept: those in {path} fit better (--measure at a start replaces them)")
+    elif keep_costs(path, found.costs, facts | {WORST_FIT: off}):
         note(f"measured in {seconds:.1f} s; kept in {path}")
     if target is not None:
         write_costs(target, found.costs, facts)

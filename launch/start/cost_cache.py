@@ -15,6 +15,7 @@ from ...coordinator.costs.cost_model import Costs
 from ...coordinator.costs.files import read_cost_file, write_costs
 from ...coordinator.costs.measuring import times_as_long
 from ...coordinator.costs.measuring_plan import MeasuringPlan
+from ...coordinator.costs.residuals import MOST_OFF_FIT, told_fit, worst_fit
 from ...coordinator.driver import Driver
 from ...coordinator.group.load_result import LoadResult
 from ...proto.codec import PROTOCOL_VERSION
@@ -22,7 +23,7 @@ from ...proto.errors import InputError
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ...proto.reports import Hello
-from ..console import note
+from ..console import note, warn
 from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
 
@@ -33,6 +34,8 @@ ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their co
 
 MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
 MOST_BUSY = 100.0  # times as slow: no other work does that, the costs are wrong
+
+WORST_FIT = "worst_fit"  # a kept file's fact that is none of the group's: how far its costs were off where measured
 
 Facts = dict[str, object]
 
@@ -78,8 +81,11 @@ def settle_costs(
         driver.use_costs(kept)
     else:
         note("measuring what this group's work costs (later starts take it from this one)")
-        kept = driver.measure_costs().costs
-        keep_costs(path, kept, facts)
+        found = driver.measure_costs()
+        kept, off = found.costs, worst_fit(found)
+        if told := told_fit(off):
+            warn(f"{told} with --measure")
+        keep_costs(path, kept, facts | {WORST_FIT: off})
     return CostPlace(path, facts, kept)
 
 
@@ -172,7 +178,7 @@ def read_kept(path: Path, facts: Facts) -> Costs | None:
     except InputError as error:
         note(f"measuring anew: {error}")
         return None
-    if kept.facts != facts:
+    if {name: fact for name, fact in kept.facts.items() if name != WORST_FIT} != facts:
         note(f"measuring anew: {path} was written for another group")
         return None
     return kept.costs
@@ -190,6 +196,20 @@ def keep_costs(path: Path, costs: Costs, facts: Facts) -> bool:
         note(f"measured costs are not kept: {error}")
         return False
     return True
+
+
+def is_better_kept(path: Path, off: float) -> bool:
+    """Whether what is kept there goes before costs that are off by so much: those fit badly, and it is not known worse.
+
+    Of learnt costs no fit is known: they held in real work.
+    """
+    if off <= MOST_OFF_FIT or not path.exists():
+        return False
+    try:
+        kept = read_cost_file(path).facts.get(WORST_FIT)
+    except InputError:
+        return False
+    return not isinstance(kept, float) or kept <= off
 
 
 def _digest(value: object) -> str:

@@ -1,8 +1,10 @@
 """`gearshift calibrate`: what it says of a measurement, and where it leaves the costs."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gearshift.coordinator.costs import residuals
 from gearshift.coordinator.costs.files import costs_from_json, read_cost_file, read_costs
 from gearshift.coordinator.costs.measuring import Measurement
 from gearshift.coordinator.costs.measuring_plan import measuring_plan
+from gearshift.coordinator.costs.residuals import chunk_residuals, step_residuals, told_fit, worst_fit
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.launch.bench.calibration import (
     calibration_facts,
     calibration_tables,
-    chunk_residuals,
-    step_residuals,
 )
 from gearshift.launch.command_line import run_command
 from gearshift.launch.settings.options import group_settings
@@ -75,6 +77,7 @@ def test_the_facts_are_json_with_costs_that_can_be_read_back() -> None:
     assert costs_from_json(facts["costs"]) == found.costs
     assert facts["seconds"] == 1.5
     assert len(facts["chunk_residuals"]) == 18
+    assert facts["worst_fit"] == worst_fit(found) < 1e-6
     assert set(facts["step_residuals"][0]) == {
         "layout", "batch", "cached", "measured_seconds", "predicted_seconds",
     }  # fmt: skip
@@ -118,6 +121,38 @@ def test_the_costs_lie_where_a_start_looks_for_them_and_where_they_were_asked_fo
     assert [line for line in printed.err.splitlines() if line.startswith("timing ")] == [
         f"timing {words}" for words, _ in driver.measuring_plan().commands()
     ]
+
+
+def test_costs_that_fit_badly_are_told_and_do_not_replace_better_ones(
+    made_up_session: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrated(off: float) -> tuple[object, str]:
+        monkeypatch.setattr(residuals, "worst_fit", lambda found: off)
+        assert run_command(["calibrate", "demo", "--workers", "2"]) == 0
+        (path,) = (tmp_cache / "gearshift" / "costs").iterdir()
+        return read_cost_file(path).facts["worst_fit"], capsys.readouterr().err
+
+    tmp_cache = Path(os.environ["XDG_CACHE_HOME"])
+    busy = "the fit is off by 49%: was the machine busy? run it again"
+    kept, told = calibrated(0.486)
+    assert kept == 0.486, "nothing was kept that is better"
+    assert busy in told
+    kept, told = calibrated(0.1)
+    assert kept == 0.1
+    assert "the fit is off" not in told
+    kept, told = calibrated(0.486)
+    assert kept == 0.1
+    assert busy in told
+    assert "not kept" in told
+    assert calibrated(0.2)[0] == 0.2, "good enough: newer goes before better"
+
+
+def test_the_worst_fit_is_of_the_point_that_is_most_off() -> None:
+    found = measured(plan=THOROUGH)
+    stages = (replace(found.costs.stages[0], per_chunk=0.0, per_token=0.0, per_pair=0.0), *found.costs.stages[1:])
+    object.__setattr__(found, "costs", replace(found.costs, stages=stages))
+    assert worst_fit(found) == 1.0
+    assert told_fit(0.25) == ""
 
 
 def test_a_person_reads_tables(made_up_session: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

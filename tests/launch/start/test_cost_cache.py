@@ -22,6 +22,7 @@ from gearshift.launch.start.cost_cache import (
     CostPlace,
     cost_facts,
     cost_path,
+    is_better_kept,
     keep_costs,
     read_kept,
     settle_costs,
@@ -269,3 +270,18 @@ def test_what_shifts_took_counts_until_the_group_ends_and_is_not_kept() -> None:
     assert driver.costs is not None
     assert driver.costs.to_tensor.fixed_seconds > 0.1 > kept.to_tensor.fixed_seconds > 0
     assert replace(kept, to_tensor=driver.costs.to_tensor) == driver.costs
+
+
+def test_a_start_tells_that_its_costs_fit_badly_and_is_known_from_before_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cost_cache, "worst_fit", lambda found: 0.3)
+    _, measured, place = started()
+    assert measured
+    assert "the fit is off by 30%: was the machine busy? run it again with --measure" in capsys.readouterr().err
+    assert not started()[1]
+    assert is_better_kept(place.path, 0.31)
+    assert not is_better_kept(place.path, 0.29)
+    assert keep_costs(place.path, place.at_start, place.facts)
+    assert is_better_kept(place.path, 0.3), "what was learnt has no fit"
+    assert not is_better_kept(place.path, 0.2)
