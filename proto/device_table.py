@@ -11,6 +11,7 @@ from .visible_devices import DeviceRow
 FIELDS = (
     "index", "name", "uuid", "pci.bus_id", "driver_version", "memory.free", "pcie.link.gen.current",
     "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "display_active",
+    "memory.total",
 )  # fmt: skip
 TIMEOUT_SECONDS = 30.0
 
@@ -26,6 +27,7 @@ class CardRow(Struct, frozen=True):
     link_width: int | None
     link_width_most: int | None
     display: bool = False  # drives one
+    total_bytes: int | None = None
 
 
 def read_cards() -> tuple[CardRow, ...]:
@@ -50,6 +52,7 @@ def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:
             continue
         index, name, uuid, pci, driver, free_mebibytes = values[:6]
         free = _number(free_mebibytes)
+        total = _number(values[11])
         generation, generation_most, width, width_most = (_number(value) for value in values[6:10])
         rows.append(
             CardRow(
@@ -61,6 +64,7 @@ def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:
                 width,
                 width_most,
                 display=values[10] == "Enabled",
+                total_bytes=None if total is None else total << 20,
             )
         )
     return tuple(rows)

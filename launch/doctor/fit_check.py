@@ -1,6 +1,7 @@
 """Whether a model fits on this machine, as a line of `gearshift doctor`. Pure."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ...coordinator.fit.choice import ContextWish, ways_to_fit, with_usual_chunk
 from ...coordinator.fit.device_memory import DeviceMemory, pools, told_bytes
@@ -11,13 +12,12 @@ from ...proto.model import ModelSpec
 from ...proto.probe import ProbedDevice
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
+from .card_process import card_process_bytes, told_card_process
 from .diagnosis import Check, Verdict
 
 NAME = "model"
 # What a worker's process takes before it loads anything. CPU: Python and torch, as measured with a tiny model.
 CPU_PROCESS_BYTES = 160 << 20
-# A card: the driver's context, the libraries' code and the communicators. Not known before a worker runs.
-CUDA_PROCESS_BYTES = 320 << 20
 USUAL_CONTEXT_TOKENS = 4096
 LEAST_CONTEXT_TOKENS = 512
 
@@ -44,15 +44,19 @@ def fit_check(
         found = f"{settings.workers} workers, {len(devices)} CUDA devices"
         return Check(NAME, Verdict.PROBLEM, found, "fewer --workers, or --device cpu")
     if on_cards:
-        cards = [_card(device, displays) for device in devices[: settings.workers]]
-        return _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wish)
+        taken = devices[: settings.workers]
+        cards = [_card(device, displays, settings.workers) for device in taken]
+        check = _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wish)
+        assumed = dict.fromkeys(told_card_process(device.total_bytes, settings.workers) for device in taken)
+        return replace(check, found="; ".join((check.found, *assumed)))
     host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
     return _check_cpu(plan, [host] * settings.workers, wish)
 
 
-def _card(device: ProbedDevice, displays: Collection[str]) -> DeviceMemory:
+def _card(device: ProbedDevice, displays: Collection[str], workers: int) -> DeviceMemory:
+    coming = card_process_bytes(device.total_bytes, workers)
     return DeviceMemory(
-        device.uuid, f"cuda:{device.index}", device.free_bytes, 0, device.uuid in displays, CUDA_PROCESS_BYTES
+        device.uuid, f"cuda:{device.index}", device.free_bytes, 0, device.uuid in displays, coming
     )
 
 

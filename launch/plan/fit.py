@@ -1,7 +1,7 @@
 """How a group would lie on this machine's memory, for `gearshift plan`: arithmetic over what is free now, no worker."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...coordinator.costs.cost_model import Costs
@@ -11,13 +11,14 @@ from ...coordinator.fit.memory import FitCase, RankMemory
 from ...coordinator.residency.regret import Regret
 from ...coordinator.residency.weight_keeper import WeightKeeper
 from ...coordinator.residency.weight_prices import regret_now
-from ...proto.device_table import read_cards
+from ...proto.device_table import CardRow, read_cards
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.host_memory import free_memory_bytes
 from ...proto.ids import ComputeType, Layout
 from ...proto.placement.migration import migration
 from ...proto.visible_devices import visible_devices
-from ..doctor.fit_check import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
+from ..doctor.card_process import card_process_bytes, told_card_process
+from ..doctor.fit_check import CPU_PROCESS_BYTES
 from ..start.fitting import GroupPlan, fit_group
 
 CPU = "cpu"
@@ -46,37 +47,48 @@ def plan_memory(
 ) -> PlannedMemory:
     """As the group would be started now; where the devices are not there, or it does not fit, as if it did."""
     settled = replace(plan, settings=replace(plan.settings, compute_type=compute_type))
-    devices = _devices(device_kind, plan.settings.workers)
+    workers = plan.settings.workers
+    cards = () if device_kind == CPU else _cards(workers)
+    devices = _devices(cards) if device_kind != CPU else (_host(),) * workers
+    assumed = tuple(dict.fromkeys(told_card_process(card.total_bytes, workers) for card in cards))
     placement = settled.placement()
     told: tuple[str, ...] = ()
     if devices:
         try:
             fit = fit_group(settled, placement, devices, device_kind, wish).fit
-            return PlannedMemory(fit.case, fit.context_tokens, fit.memory, (*fit.warnings, *fit.notes))
+            return PlannedMemory(
+                fit.case, fit.context_tokens, fit.memory, (*fit.warnings, *fit.notes, *assumed)
+            )
         except DoesNotFitError as error:
             told = (str(error),)
     case = settled.case(placement, device_kind, compute_type)
     if not case.max_chunk_tokens:
-        process_bytes = CPU_PROCESS_BYTES if device_kind == CPU else CUDA_PROCESS_BYTES
-        case = with_usual_chunk(case, wish.tokens, [process_bytes] * placement.ranks)
-    return PlannedMemory(case, wish.tokens, case.memory(wish.tokens), told)
+        process_bytes = CPU_PROCESS_BYTES if device_kind == CPU else card_process_bytes(None, workers)
+        held = [one.base_bytes for one in devices] or [process_bytes] * placement.ranks
+        case = with_usual_chunk(case, wish.tokens, held)
+    return PlannedMemory(case, wish.tokens, case.memory(wish.tokens), (*told, *assumed))
 
 
-def _devices(
-    device_kind: str, workers: int, environment: Mapping[str, str] = os.environ
-) -> tuple[DeviceMemory, ...]:
-    """One a worker; none where the machine has fewer cards, or does not tell what is free on them."""
-    if device_kind == CPU:
-        host = DeviceMemory("host", "this host", free_memory_bytes(), 0, coming_bytes=CPU_PROCESS_BYTES)
-        return (host,) * workers
+def _host() -> DeviceMemory:
+    return DeviceMemory("host", "this host", free_memory_bytes(), 0, coming_bytes=CPU_PROCESS_BYTES)
+
+
+def _cards(workers: int, environment: Mapping[str, str] = os.environ) -> tuple[CardRow, ...]:
+    """One a worker; none where the machine has fewer, or does not tell what is free on them."""
     cards = {card.device.uuid: card for card in read_cards()}
     try:
         visible = visible_devices(environment, [card.device for card in cards.values()])
     except InputError:
         return ()
-    found = [
-        DeviceMemory(row.uuid, f"cuda:{index}", free, 0, cards[row.uuid].display, CUDA_PROCESS_BYTES)
-        for index, row in enumerate(visible[:workers])
-        if (free := cards[row.uuid].free_bytes) is not None
-    ]
+    found = [cards[row.uuid] for row in visible[:workers] if cards[row.uuid].free_bytes is not None]
     return tuple(found) if len(found) == workers else ()
+
+
+def _devices(cards: Sequence[CardRow]) -> tuple[DeviceMemory, ...]:
+    return tuple(
+        DeviceMemory(
+            card.device.uuid, f"cuda:{index}", card.free_bytes or 0, 0, card.display,
+            card_process_bytes(card.total_bytes, len(cards)),
+        )
+        for index, card in enumerate(cards)
+    )  # fmt: skip

@@ -112,8 +112,8 @@ def test_without_a_table_torchs_own_list_is_taken() -> None:
 
 def test_the_table_is_read_from_nvidia_smi() -> None:
     lines = [
-        "0, NVIDIA H200, GPU-aa, 00000000:1B:00.0, 570.86.10, 143156, 5, 5, 16, 16, Disabled",
-        "1, NVIDIA H200, GPU-bb, 00000000:2B:00.0, 570.86.10, [N/A], [N/A], 5, 8, 16, Enabled",
+        "0, NVIDIA H200, GPU-aa, 00000000:1B:00.0, 570.86.10, 143156, 5, 5, 16, 16, Disabled, 143771",
+        "1, NVIDIA H200, GPU-bb, 00000000:2B:00.0, 570.86.10, [N/A], [N/A], 5, 8, 16, Enabled, [N/A]",
         "No devices were found",
     ]
     first, second = parse_cards(lines)
