@@ -30,7 +30,8 @@ def main() -> None:
             continue
         held = ", ".join(f"{plan.file_bytes / MEBIBYTE:.1f}" for plan in plans)
         total = sum(plan.file_bytes for plan in plans) / MEBIBYTE
-        print(f"{workers} workers hold {held} MiB of weights in the file's types, {total:.1f} together")
+        who = "1 worker holds" if workers == 1 else f"{workers} workers hold"
+        print(f"{who} {held} MiB of weights in the file's types, {total:.1f} together")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,8 @@ def rank_limits(limits: tuple[int, ...] | None, ranks: int) -> tuple[int | None,
     if len(limits) == 1:
         return limits * ranks
     if len(limits) != ranks:
-        raise InputError(f"--memory-limit: {len(limits)} values for {ranks} workers; give one, or one for each")
+        workers = f"{ranks} worker{'' if ranks == 1 else 's'}"
+        raise InputError(f"--memory-limit: {len(limits)} values for {workers}; give one, or one for each")
     return limits
 
 

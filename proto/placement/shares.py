@@ -34,9 +34,9 @@ def normalise(values: Sequence[float] | None, ranks: int, kind: str) -> Shares:
         return (Fraction(1, ranks),) * ranks
     shown = ",".join(f"{value:g}" for value in values)
     if len(values) != ranks:
-        raise InputError(
-            f"--{kind}-share {shown}: {len(values)} values for {ranks} workers; give one for each"
-        )
+        given = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+        workers = f"{ranks} worker{'' if ranks == 1 else 's'}"
+        raise InputError(f"--{kind}-share {shown}: {given} for {workers}; give one for each")
     for value in values:
         if not isfinite(value) or value < 0:
             raise InputError(f"--{kind}-share {shown}: {value:g} is not a finite number of at least 0")

@@ -89,7 +89,7 @@ def test_no_worker_at_all_is_refused() -> None:
     ("shares", "named"),
     [
         ((1.0, 1.0, 1.0), "3 values for 2 workers"),
-        ((1.0,), "1 values for 2 workers"),
+        ((1.0,), "1 value for 2 workers"),
         ((-1.0, 2.0), "-1 is not a finite number"),
         ((nan, 1.0), "nan is not a finite number"),
         ((inf, 1.0), "inf is not a finite number"),
