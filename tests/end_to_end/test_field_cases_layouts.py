@@ -16,6 +16,7 @@ from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import answer, ids_of
 from gearshift.tests.helpers.commands import tokens_file
+from gearshift.tests.helpers.divergence import log_softmax
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.layouts import (
     LAYOUTS,
@@ -246,12 +247,6 @@ def sampled(prompt: list[int], seed: int, temperature: float = 1.5, tokens: int 
         decode=Layout.TENSOR,
         chunk_rule=Fixed((8,)),
     )
-
-
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
 
 
 @pytest.mark.parametrize(

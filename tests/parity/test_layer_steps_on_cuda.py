@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from gearshift.benchmarks.synthetic_models import write_model
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
@@ -21,7 +20,7 @@ from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import SampledToken
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import answer, ids_of
-from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+from gearshift.tests.helpers.running_groups import RunningGroups
 
 if TYPE_CHECKING:
     from gearshift.tests.helpers.layer_stages import Stage
@@ -37,25 +36,6 @@ L, T = Layout.LAYER, Layout.TENSOR
 Models = Callable[[str, str], Path]
 Tokens = list[tuple[int, float]]
 Run = Callable[[Sequence["Stage"], Sequence[int], Sequence[int]], torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(shape: str, quant: str) -> Path:
-        path = folder / f"{shape}-{quant}.gguf"
-        if not path.exists():
-            write_model(str(path), shape, quant)
-        return path
-
-    return write
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> Iterator[RunningGroups]:
-    with running_groups("cuda") as running:
-        yield running
 
 
 @pytest.fixture
@@ -95,12 +75,12 @@ def run_steps(
 @pytest.mark.parametrize(("shape", "quant", "ranks"), [*((*one, 2) for one in SMALL), ("small", "Q4_K", 4)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_steps_in_graphs_stay_near_the_passes_kernel_by_kernel(
-    models: Models, shape: str, quant: str, ranks: int, batch: int
+    small_models: Models, shape: str, quant: str, ranks: int, batch: int
 ) -> None:
     """On one card, stage after stage. Parts side by side give the bits of parts one after another, each time."""
     from gearshift.tests.helpers.layer_stages import passed, stepped
 
-    stages = stages_of(models(shape, quant), ranks)
+    stages = stages_of(small_models(shape, quant), ranks)
     arenas = [stage.kv.arena.clone() for stage in stages]
     found, tokens = run_steps(stages, arenas, batch, stepped, [])
     again, _ = run_steps(stages, arenas, batch, stepped, [])
@@ -114,16 +94,16 @@ def test_steps_in_graphs_stay_near_the_passes_kernel_by_kernel(
     assert divergence < 5e-3
     assert gap < NEAR
     torch.manual_seed(1)
-    one_by_one = stages_of(models(shape, quant), ranks, side_by_side=False)
+    one_by_one = stages_of(small_models(shape, quant), ranks, side_by_side=False)
     assert torch.equal(run_steps(one_by_one, arenas, batch, stepped, tokens)[0], found)
 
 
 @pytest.mark.usefixtures("inference")
 @pytest.mark.parametrize(("shape", "quant"), SMALL)
-def test_a_requests_logits_do_not_depend_on_the_rows_beside_it(models: Models, shape: str, quant: str) -> None:
+def test_a_requests_logits_do_not_depend_on_the_rows_beside_it(small_models: Models, shape: str, quant: str) -> None:
     from gearshift.tests.helpers.layer_stages import stepped
 
-    stages = stages_of(models(shape, quant), 2)
+    stages = stages_of(small_models(shape, quant), 2)
     arenas = [stage.kv.arena.clone() for stage in stages]
     rows = []
     for tokens, positions in (([5, 300, 77], [70, 40, 0]), ([5, 1, 2], [70, 3, 120]), ([5, 9, 8], [70, 64, 63])):
@@ -136,8 +116,8 @@ def test_a_requests_logits_do_not_depend_on_the_rows_beside_it(models: Models, s
 
 @pytest.mark.usefixtures("inference")
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_chosen_inside_are_those_of_the_logits(models: Models, batch: int) -> None:
-    stage = stages_of(models("small", "Q4_K"), 1)[0]
+def test_tokens_chosen_inside_are_those_of_the_logits(small_models: Models, batch: int) -> None:
+    stage = stages_of(small_models("small", "Q4_K"), 1)[0]
     before = stage.kv.arena.clone()
     states, positions = stage.states[:batch], list(POSITIONS[:batch])
     result = stage.steps.run(states, positions, STEPS)
@@ -191,26 +171,26 @@ def prompt_of(count: int, seed: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("shape", "quant"), SMALL)
 def test_a_group_writes_the_same_answer_each_time_and_what_plain_passes_say(
-    on_cuda: RunningGroups, models: Models, shape: str, quant: str
+    on_cuda: RunningGroups, small_models: Models, shape: str, quant: str
 ) -> None:
     prompt = prompt_of(100, 6)
     request = GenerationRequest(prompt, STEPS, SamplingParameters(temperature=0.0), prefill=L, decode=L)
-    driver = on_cuda.load(models(shape, quant), 2, compute_type=ComputeType.BF16)
+    driver = on_cuda.load(small_models(shape, quant), 2, compute_type=ComputeType.BF16)
     first = driven(driver, [request])[0]
     for _ in range(4):
         assert said(driven(driver, [request])[0]) == said(first)
     assert_near_the_logits(driver, prompt, first, L)
     # Keys and values in q8_0 are not for the kernels of steps: all goes kernel by kernel.
-    plain = on_cuda.load(models(shape, quant), 2, compute_type=ComputeType.BF16, kv_type=KvType.Q8_0)
+    plain = on_cuda.load(small_models(shape, quant), 2, compute_type=ComputeType.BF16, kv_type=KvType.Q8_0)
     assert_near_the_logits(plain, prompt, first, L)
 
 
 @pytest.mark.parametrize("decode", [L, T])
 def test_layouts_side_by_side_in_one_tick_write_what_each_says_alone(
-    on_cuda: RunningGroups, models: Models, decode: Layout
+    on_cuda: RunningGroups, small_models: Models, decode: Layout
 ) -> None:
     """Two answers in the layer layout, one that may be in the other, and prompts read beside them."""
-    driver = on_cuda.load(models("small", "Q4_K"), 2, compute_type=ComputeType.BF16, parallel_requests=4)
+    driver = on_cuda.load(small_models("small", "Q4_K"), 2, compute_type=ComputeType.BF16, parallel_requests=4)
     greedy = SamplingParameters(temperature=0.0)
     requests = [
         GenerationRequest(prompt_of(length, length), count, greedy, prefill=L, decode=way, chunk_rule=Fixed((32,)))
@@ -222,8 +202,8 @@ def test_layouts_side_by_side_in_one_tick_write_what_each_says_alone(
         assert_near_the_logits(driver, request.prompt, tokens, request.decode)
 
 
-def test_sampled_answers_repeat_with_their_seed(on_cuda: RunningGroups, models: Models) -> None:
-    driver = on_cuda.load(models("small", "Q4_K"), 2, compute_type=ComputeType.BF16)
+def test_sampled_answers_repeat_with_their_seed(on_cuda: RunningGroups, small_models: Models) -> None:
+    driver = on_cuda.load(small_models("small", "Q4_K"), 2, compute_type=ComputeType.BF16)
 
     def text(seed: int) -> tuple[int, ...]:
         sampling = SamplingParameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
@@ -233,8 +213,8 @@ def test_sampled_answers_repeat_with_their_seed(on_cuda: RunningGroups, models: 
     assert text(12) != text(11)
 
 
-def test_captured_steps_stay_valid_while_weights_come_and_go(on_cuda: RunningGroups, models: Models) -> None:
-    path = models("small", "Q4_K")
+def test_captured_steps_stay_valid_while_weights_come_and_go(on_cuda: RunningGroups, small_models: Models) -> None:
+    path = small_models("small", "Q4_K")
     request = GenerationRequest(prompt_of(60, 3), STEPS, SamplingParameters(temperature=0.0), prefill=L, decode=L)
     wanted = ids_of(answer(on_cuda.load(path, 2, compute_type=ComputeType.BF16), request))
     layers = frozenset(range(len(on_cuda.drivers[2][1].spec.layers)))

@@ -1,12 +1,11 @@
 """Models on CUDA devices against the CPU reference: every layout, and greedy steps in graphs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gearshift.benchmarks.synthetic_models import write_model
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
@@ -14,7 +13,8 @@ from gearshift.coordinator.generation import GenerationRequest, TokenEvent
 from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.sampling import SamplingParameters
-from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+from gearshift.tests.helpers.divergence import log_softmax, mean_divergence
+from gearshift.tests.helpers.running_groups import RunningGroups
 
 pytestmark = pytest.mark.cuda
 
@@ -23,43 +23,6 @@ TINY = [
     "qwen3-qknorm", "gemma3-swa-mqa",
 ]  # fmt: skip
 LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> Iterator[RunningGroups]:
-    with running_groups("cuda") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> Iterator[RunningGroups]:
-    with running_groups("cpu") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Synthetic models wide enough that every part is whole quant blocks."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(shape: str, quant: str) -> Path:
-        path = folder / f"{shape}-{quant}.gguf"
-        if not path.exists():
-            write_model(str(path), shape, quant)
-        return path
-
-    return write
-
-
-def log_softmax(rows: np.ndarray) -> np.ndarray:
-    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def mean_divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence of the distributions, in nats."""
-    p, q = log_softmax(wanted), log_softmax(found)
-    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 
 
 @pytest.mark.parametrize("name", TINY)

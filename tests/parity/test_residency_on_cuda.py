@@ -1,43 +1,23 @@
 """Residencies on CUDA devices: layers that migrate or stay whole give what a group gives that holds everything."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gearshift.benchmarks.synthetic_models import write_model
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.proto.ids import ComputeType, Layout, WeightSource
 from gearshift.tests.helpers.answers import GREEDY, answer, ids_of
-from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+from gearshift.tests.helpers.running_groups import RunningGroups
 
 pytestmark = pytest.mark.cuda
 
 LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(300, 2000, 150)]
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> Iterator[RunningGroups]:
-    with running_groups("cuda") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(quant: str) -> Path:
-        path = folder / f"{quant}.gguf"
-        if not path.exists():
-            write_model(str(path), "small", quant)
-        return path
-
-    return write
 
 
 def logits(driver: Driver) -> list[np.ndarray]:
@@ -49,9 +29,9 @@ def logits(driver: Driver) -> list[np.ndarray]:
 @pytest.mark.parametrize("compute_type", [ComputeType.BF16, ComputeType.F32])
 @pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
 def test_layers_that_migrate_give_the_bits_of_layers_that_stay(
-    on_cuda: RunningGroups, models: Callable[[str], Path], quant: str, compute_type: ComputeType
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path], quant: str, compute_type: ComputeType
 ) -> None:
-    path = models(quant)
+    path = small_models("small", quant)
     both = on_cuda.load(path, 2, compute_type=compute_type)
     layers = len(both.spec.layers)
     wanted = logits(both)
@@ -67,9 +47,9 @@ def test_layers_that_migrate_give_the_bits_of_layers_that_stay(
 
 @pytest.mark.parametrize("compute_type", [ComputeType.BF16, ComputeType.F32])
 def test_layers_that_stay_whole_stay_near_those_that_are_cut(
-    on_cuda: RunningGroups, models: Callable[[str], Path], compute_type: ComputeType
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path], compute_type: ComputeType
 ) -> None:
-    path = models("Q8_0")
+    path = small_models("small", "Q8_0")
     both = on_cuda.load(path, 2, compute_type=compute_type)
     layers = len(both.spec.layers)
     wanted = logits(both)
@@ -80,9 +60,9 @@ def test_layers_that_stay_whole_stay_near_those_that_are_cut(
 
 
 def test_captured_steps_stay_valid_while_weights_come_and_go(
-    on_cuda: RunningGroups, models: Callable[[str], Path]
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path]
 ) -> None:
-    path = models("Q4_K")
+    path = small_models("small", "Q4_K")
 
     def greedy(driver: Driver) -> tuple[int, ...]:
         request = GenerationRequest(tuple(PROMPT), 40, GREEDY, prefill=Layout.LAYER, decode=Layout.TENSOR)
@@ -97,9 +77,9 @@ def test_captured_steps_stay_valid_while_weights_come_and_go(
 
 
 def test_keys_and_values_change_places_and_stay_the_same(
-    on_cuda: RunningGroups, models: Callable[[str], Path]
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path]
 ) -> None:
-    driver = on_cuda.load(models("Q4_K"), 2, compute_type=ComputeType.BF16, shift_in_place=True)
+    driver = on_cuda.load(small_models("small", "Q4_K"), 2, compute_type=ComputeType.BF16, shift_in_place=True)
     for prefill, decode in ((Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.LAYER)):
         request = GenerationRequest(
             tuple(PROMPT), 5, GREEDY, prefill=prefill, decode=decode, chunk_rule=Fixed((64,)), verify_shift=True

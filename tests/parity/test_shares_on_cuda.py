@@ -1,7 +1,7 @@
 """Models on CUDA devices at unequal shares, and a real model's perplexity there, against the CPU reference."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import GREEDY, answer, first_difference, ids_of, lead
-from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+from gearshift.tests.helpers.divergence import mean_divergence
+from gearshift.tests.helpers.running_groups import RunningGroups
 
 pytestmark = pytest.mark.cuda
 
@@ -30,29 +31,6 @@ TINY = ["llama-gqa-oddvocab", "llama-q4k-mix", "llama-wide-heads-ropefreqs", "ll
 WINDOW_TOKENS = 512
 PERPLEXITY_TOLERANCE = 0.005  # of the value, of which bf16's rounding is a part
 NEAR_TIE = 0.2  # logprob between the two likeliest tokens below which bf16 and int8 activations may choose
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> Iterator[RunningGroups]:
-    with running_groups("cuda") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> Iterator[RunningGroups]:
-    with running_groups("cpu") as running:
-        yield running
-
-
-def mean_divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence of the distributions, in nats."""
-    p, q = _log_softmax(wanted), _log_softmax(found)
-    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
-
-
-def _log_softmax(rows: np.ndarray) -> np.ndarray:
-    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("compute_type", [ComputeType.F32, ComputeType.BF16])

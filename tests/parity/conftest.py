@@ -1,0 +1,35 @@
+"""What tests on cards share: groups that stay up for a module, and small models of every quantisation."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gearshift.benchmarks.synthetic_models import write_model
+from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[RunningGroups]:
+    with running_groups("cuda") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[RunningGroups]:
+    with running_groups("cpu") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Synthetic models by shape and type, wide enough that every part is whole quant blocks."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(shape: str, quant: str) -> Path:
+        path = folder / f"{shape}-{quant}.gguf"
+        if not path.exists():
+            write_model(str(path), shape, quant)
+        return path
+
+    return write
