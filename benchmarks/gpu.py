@@ -61,6 +61,9 @@ class Bench:
     def scaled(self, tokens: int) -> int:
         return max(8, tokens // self.scale)
 
+    def prompt(self, seed: int, tokens: int) -> tuple[int, ...]:
+        return tuple(np.random.default_rng(seed).integers(300, min(30000, self.driver.spec.vocab), tokens).tolist())
+
     def runs(self, one: Callable[[int], Run]) -> list[Run]:
         """One request a seed: no prompt is the one before."""
         return [one(seed) for seed in range(WARM_UPS + self.rounds)][WARM_UPS:]
@@ -69,7 +72,7 @@ class Bench:
         self, prompt: int, answer: int, prefill: Layout, decode: Layout, rule: ChunkRule, seed: int,
         sampling: SamplingParameters = GREEDY,
     ) -> Run:  # fmt: skip
-        ids = tuple(np.random.default_rng(seed).integers(300, 30000, prompt).tolist())
+        ids = self.prompt(seed, prompt)
         request = GenerationRequest(ids, answer, sampling, prefill=prefill, decode=decode, chunk_rule=rule)
         run, times, started = Run(), [], time.perf_counter()
         for event in generate(self.driver, request):
@@ -138,7 +141,7 @@ def batch(bench: Bench) -> None:
     rates = []
     for _ in range(1 + bench.rounds):
         for seed in range(16):
-            ids = tuple(np.random.default_rng(seed).integers(300, 30000, bench.scaled(2048)).tolist())
+            ids = bench.prompt(seed, bench.scaled(2048))
             bench.driver.submit(GenerationRequest(ids, 128, GREEDY, prefill=Layout.LAYER, decode=bench.pair[1]))
         ended, stamps = 0, []
         while ended < 16:
