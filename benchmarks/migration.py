@@ -2,9 +2,9 @@
 
 python benchmarks/migration.py [MODEL] [--workers S] [--residency migrate[:LAYERS]] [--prompt N] [--rounds N]
 
-Weights go to where the tensor layout needs them and back, `--rounds` times from peers and as often from the mapped
-file, with nothing else to do. Then as many requests are read in the layer layout and answered in the tensor layout:
-what their answers waited for is exposed. Medians; a table, then one line of JSON.
+Weights go to where the tensor layout needs them and back, `--rounds` times from peers and as often from copies in host
+memory (on cards) and from the mapped file, with nothing else to do. Then as many requests are read in the layer layout
+and answered in the tensor layout: what their answers waited for is exposed. Medians; a table, then one line of JSON.
 """
 
 import argparse
@@ -30,7 +30,10 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Way:
-    """One direction from one source. `link_seconds`: the busiest rank's bytes at the link's measured speed."""
+    """One direction from one source. `link_seconds`: the busiest rank's bytes at the measured speed of the link.
+
+    That is the one between ranks, and for copies in host memory the one from there to the device.
+    """
 
     to: str
     source: str
@@ -59,10 +62,12 @@ class Exposed:
 
 
 def measure_ways(driver: Driver, rounds: int) -> list[Way]:
-    """Both directions from each source, the first round left out."""
+    """Both directions from each source that there is, the first round left out."""
     found = []
-    speed = driver.costs.link.bytes_per_second if driver.costs is not None and driver.costs.link is not None else 0.0
     for source in WeightSource:
+        if any(source not in driver.weights.sources(to) for to in Layout):
+            continue  # copies in host memory, of which there are none before all parts have been everywhere
+        speed = link_speed(driver, source)
         driver.weights.source = source
         taken: dict[Layout, list[tuple[float, float]]] = {to: [] for to in Layout}
         for _ in range(1 + rounds):
@@ -82,6 +87,14 @@ def measure_ways(driver: Driver, rounds: int) -> list[Way]:
             )  # fmt: skip
     driver.weights.source = None
     return found
+
+
+def link_speed(driver: Driver, source: WeightSource) -> float:
+    """Bytes a second; 0 where it was not measured."""
+    if driver.costs is None:
+        return 0.0
+    link = driver.costs.host_link if source is WeightSource.HOST else driver.costs.link
+    return link.bytes_per_second if link is not None else 0.0
 
 
 def measure_exposed(driver: Driver, prompt_tokens: int, rounds: int, seed: int) -> Exposed:
@@ -149,8 +162,9 @@ def main() -> None:
         ]
         devices = [hello.device for hello in session.cluster.hellos]
     print(table(ways, exposed, memory))
-    slowest = max((way.of_link_time for way in ways if way.source == WeightSource.PEER), default=0.0)
-    print(f"from peers at most {slowest:.2f} times the link's own time (goal {GOAL_OF_LINK_TIME:g})")
+    for source in (WeightSource.PEER, WeightSource.HOST):
+        if told := [way.of_link_time for way in ways if way.source == source]:
+            print(f"from {source}: at most {max(told):.2f} times the link's own time (goal {GOAL_OF_LINK_TIME:g})")
     record: dict[str, Any] = {
         "benchmark": "migration", "model": opened.spec.name, "workers": options.workers,
         "residency": options.residency, "rounds": options.rounds,

@@ -34,4 +34,5 @@ class WeightSource(StrEnum):
     """Where a rank takes a part of a migrating layer from."""
 
     PEER = "peer"  # the rank that had it, over the links
+    HOST = "host"  # the rank's own copy of it, in pinned host memory
     FILE = "file"  # the rank's own mapped model file

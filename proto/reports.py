@@ -230,11 +230,15 @@ class ShiftDamaged(Report, frozen=True):
 
 
 class MigrationPrepared(Report, frozen=True):
-    """This rank can take part in a migration to `to`, or declines and says why."""
+    """This rank can take part in a migration to `to`, or declines and says why.
+
+    `on_host`: it has a copy of all that will come to it, in pinned host memory.
+    """
 
     to: Layout
     accepted: bool
     reason: str = ""
+    on_host: bool = False
 
 
 class WeightsMigrated(Report, frozen=True):
@@ -243,7 +247,7 @@ class WeightsMigrated(Report, frozen=True):
     to: Layout
     layers: tuple[int, ...]
     seconds: float
-    received_bytes: int  # sent by peers, or read from the file
+    received_bytes: int  # from whichever source
 
 
 class KvHashed(Report, frozen=True):

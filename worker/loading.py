@@ -7,6 +7,7 @@ import torch
 
 from ..proto.channel import WorkerChannel
 from ..proto.commands import LoadModel
+from ..proto.host_memory import free_memory_bytes
 from ..proto.ids import ComputeType, KvType, Layout, Rank
 from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
@@ -32,6 +33,7 @@ from .weights.part_store import DenseStore, PartStore
 from .weights.plane_store import PlaneStore
 
 PROGRESS_SECONDS = 0.2  # between two load reports
+COPIES_SHARE = 0.5  # of the host's free memory: what pinned copies of migrating parts may take, of all ranks together
 DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
 
 
@@ -49,6 +51,7 @@ def load_model(
     ledger = MemoryLedger()
     holding = memory.holding_on(device.type, compute_type)
     weight_bytes = peak_bytes(spec, placement, rank, holding)
+    host_room = int(COPIES_SHARE * free_memory_bytes() / placement.ranks)  # all ranks may be on this host
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
@@ -58,7 +61,9 @@ def load_model(
     store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
     if loader.quantised is not None and placement.migrating:
         make = loader.quantised.of_pieces
-        store = PlaneStore(spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device)
+        store = PlaneStore(
+            spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device, host_room
+        )
     # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)

@@ -69,7 +69,7 @@ class WeightKeeper:
 
     ranks: int
     ways: Mapping[Layout, Migration] = field(default_factory=dict)  # the same groups, in the same order, both ways
-    source: WeightSource | None = None  # None: the fastest by what was measured
+    source: WeightSource | None = None  # to be taken where there is one; None: the fastest by what was measured
     stories: deque[MigrationStory] = field(default_factory=lambda: deque(maxlen=STORIES))
     _at: list[Layout] = field(init=False)  # by group
     _begun_in: deque[Layout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -77,6 +77,7 @@ class WeightKeeper:
     _declined: dict[Layout, str] = field(default_factory=dict)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _speeds: dict[WeightSource, float] = field(default_factory=dict)  # bytes a second, last measured
+    _on_host: dict[Layout, bool] = field(default_factory=dict)  # every rank has copies of what comes to it
 
     def __post_init__(self) -> None:
         self._at = [HOME] * len(self._groups(HOME))
@@ -138,6 +139,7 @@ class WeightKeeper:
         if to in self._asked or all(place is to for place in self._at):
             return []
         self._asked[to] = {Rank(rank) for rank in range(self.ranks)}
+        self._on_host[to] = True  # until one has told otherwise
         return [PrepareMigration(to)]
 
     def move(self, to: Layout, request: RequestId | None = None, *, background: bool = False) -> list[AnyCommand]:
@@ -149,7 +151,7 @@ class WeightKeeper:
             if background and len(self._under_way) >= BACKGROUND_GROUPS:
                 break
             if self._at[index] is not to:
-                command = MigrateWeights(to, group.layers, self._source(), request)
+                command = MigrateWeights(to, group.layers, self._source(to), request)
                 missing = {Rank(rank) for rank in range(self.ranks)}
                 self._under_way.append(_UnderWay(command, group, background, missing))
                 self._at[index] = to
@@ -177,6 +179,7 @@ class WeightKeeper:
         if report.rank not in waiting:
             raise ProtocolError(f"rank {report.rank} prepared a migration that was not asked for")
         waiting.discard(report.rank)
+        self._on_host[report.to] = self._on_host[report.to] and report.on_host
         if not report.accepted:
             self._declined.setdefault(report.to, f"rank {report.rank} declined to migrate weights: {report.reason}")
 
@@ -219,15 +222,20 @@ class WeightKeeper:
     def _groups(self, to: Layout) -> tuple[LayerGroup, ...]:
         return self.ways[to].groups if to in self.ways else ()
 
-    def _source(self) -> WeightSource:
-        """The fastest by what was measured; each is tried once, the peer first."""
-        if self.source is not None:
+    def sources(self, to: Layout) -> list[WeightSource]:
+        """Where what comes on the way to `to` may come from, by what the ranks last told."""
+        return [source for source in WeightSource if source is not WeightSource.HOST or self._on_host.get(to)]
+
+    def _source(self, to: Layout) -> WeightSource:
+        """The fastest by what was measured of those there are; each is tried once, the peer first."""
+        sources = self.sources(to)
+        if self.source in sources:
             return self.source
         under_way = {group.command.source for group in self._under_way}
-        for source in WeightSource:
+        for source in sources:
             if source not in self._speeds and source not in under_way:
                 return source
-        return max(WeightSource, key=lambda source: self._speeds.get(source, 0.0))
+        return max(sources, key=lambda source: self._speeds.get(source, 0.0))
 
     def _note(self, group: _UnderWay) -> None:
         if group.most_bytes and group.seconds > 0:

@@ -163,7 +163,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("source", WeightSource)
+@pytest.mark.parametrize("source", [WeightSource.PEER, WeightSource.FILE])
 @pytest.mark.parametrize(("name", "ranks"), [("float", 2), ("quantised, biases, odd heads", 2), ("float", 3)])
 def test_parts_are_the_same_bit_for_bit_after_a_round_trip_and_no_more_is_held_than_planned(
     specs: dict[str, ModelSpec], name: str, ranks: int, source: WeightSource, dtype: torch.dtype
@@ -209,6 +209,14 @@ def test_layers_that_are_there_already_or_never_migrate_are_a_fault(specs: dict[
     for layer, to in ((0, Layout.LAYER), (2, Layout.TENSOR)):
         with pytest.raises(ProtocolError, match=f"layer {layer} cannot migrate"):
             group.moving[0].migrate(MigrateWeights(to, (layer,), WeightSource.FILE))
+
+
+def test_dense_parts_have_no_copies_in_host_memory(specs: dict[str, ModelSpec]) -> None:
+    placement = place(specs["float"], 2, migrating_layers=frozenset(range(6)))
+    group = Ranks(specs["float"], placement, torch.float32)
+    assert not group.moving[1].prepare(PrepareMigration(Layout.TENSOR)).on_host
+    with pytest.raises(ProtocolError, match="no copies in host memory"):
+        group.moving[1].migrate(MigrateWeights(Layout.TENSOR, (0,), WeightSource.HOST))
 
 
 def test_an_absent_part_cannot_be_run(specs: dict[str, ModelSpec]) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
-from gearshift.proto.ids import Layout
+from gearshift.proto.commands import MigrateWeights, PrepareMigration
+from gearshift.proto.errors import ProtocolError
+from gearshift.proto.ids import Layout, Rank, WeightSource
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding, held_bytes
@@ -19,11 +21,13 @@ from gearshift.proto.placement.plan import Placement
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.worker.kernels.matrix import AnyMatrix
 from gearshift.worker.kernels.quant_planes import Planes, from_gguf, has_planes, stack
+from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.memory import MemoryLedger
-from gearshift.worker.weights import load
+from gearshift.worker.weights import host_copies, load
 from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights
 from gearshift.worker.weights.load import Cut, WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
+from gearshift.worker.weights.moving import MovingParts
 from gearshift.worker.weights.plane_bytes import ALIGNMENT_BYTES, Piece, plan_part, tensors_of
 from gearshift.worker.weights.plane_store import PlaneStore
 
@@ -75,7 +79,7 @@ class PlaneLoader(WeightLoader):
 
 
 class OneRank:
-    def __init__(self, spec: ModelSpec, placement: Placement, rank: int) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, rank: int, host_room_bytes: int = 0) -> None:
         self.ledger = MemoryLedger()
         loader = PlaneLoader(
             spec, placement, rank, MappedModel(spec), torch.float32, CPU, self.ledger, lambda read: None
@@ -83,7 +87,9 @@ class OneRank:
         self.weights = loader.load()
         self.loaded_bytes = self.ledger.held_bytes["weights"]
         way = migration(spec, placement, Layout.TENSOR, Holding.PLANES)
-        self.store = PlaneStore(spec, placement, rank, loader, self.weights, way, PieceMatrix, self.ledger, CPU)
+        self.store = PlaneStore(
+            spec, placement, rank, loader, self.weights, way, PieceMatrix, self.ledger, CPU, host_room_bytes
+        )
 
     def part(self, layer: int, part: int) -> PartWeights:
         return next(one for one in self.weights.layers[layer].parts if one.part == part)
@@ -201,3 +207,49 @@ def test_places_take_what_one_layout_needs_and_the_staging_is_what_is_sent(
     exchange(spec, placement, group, Layout.TENSOR)
     assert [one.ledger.held_bytes["weights"] for one in group] == held
     assert all(one.ledger.held_bytes["migration"] == 0 for one in group)
+
+
+ROOM = 1 << 30
+
+
+def moving_parts(spec: ModelSpec, placement: Placement, rank: int, one: OneRank) -> MovingParts:
+    ways = {to: migration(spec, placement, to, Holding.PLANES) for to in Layout}
+    return MovingParts(placement, Rank(rank), one.store, KvMoves(None, 0, 1, 1.0), ways, lambda: 1 << 40)
+
+
+def migrate(moving: MovingParts, to: Layout, source: WeightSource) -> None:
+    for group in moving._ways[to].groups:
+        moving.migrate(MigrateWeights(to, group.layers, source))
+
+
+@pytest.mark.parametrize("name", ["mixed", "biases"])
+def test_parts_come_from_their_copies_in_host_memory_bit_for_bit_once_they_have_been_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(host_copies, "SLAB_BYTES", 10_000)  # parts lie across slabs
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS[name]))))  # type: ignore[arg-type]
+    placement = place(spec, 2, migrating_layers=frozenset(range(4)))
+    for rank in range(2):
+        one, both = OneRank(spec, placement, rank, ROOM), OneRank(spec, place(spec, 2), rank)
+        moving = moving_parts(spec, placement, rank, one)
+        assert not moving.prepare(PrepareMigration(Layout.TENSOR)).on_host, "what comes has not been here yet"
+        assert moving.prepare(PrepareMigration(Layout.LAYER)).on_host
+        held = one.ledger.held_bytes["weights"]
+        migrate(moving, Layout.TENSOR, WeightSource.FILE)
+        for to in (Layout.LAYER, Layout.TENSOR, Layout.LAYER):
+            assert moving.prepare(PrepareMigration(to)).on_host
+            migrate(moving, to, WeightSource.HOST)
+            for layer in range(4):
+                for part in placement.parts_held(layer, rank, to):
+                    assert equal(one.part(layer, part), both.part(layer, part)), (rank, layer, part)
+            assert one.ledger.held_bytes["weights"] == held
+
+
+def test_without_room_for_all_copies_none_is_kept_and_none_can_be_asked_for(tmp_path: Path) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS["biases"]))))  # type: ignore[arg-type]
+    placement = place(spec, 2, migrating_layers=frozenset(range(4)))
+    one = OneRank(spec, placement, 1, host_room_bytes=100_000)
+    moving = moving_parts(spec, placement, 1, one)
+    assert not moving.prepare(PrepareMigration(Layout.LAYER)).on_host
+    with pytest.raises(ProtocolError, match="no copy in this rank's host memory"):
+        migrate(moving, Layout.TENSOR, WeightSource.HOST)

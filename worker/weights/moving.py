@@ -1,11 +1,13 @@
 """Where this rank's parts of migrating layers lie, and how they come and go.
 
-Parts are immutable: what a rank needs no more is freed, and what it needs comes from the rank that had it, or from the
-mapped file. A group of layers at a time, so that little is held beside the weights (proto/placement/migration.py).
+Parts are immutable: what a rank needs no more is freed, and what it needs comes from the rank that had it, from a copy
+in pinned host memory, or from the mapped file. A group of layers at a time, so that little is held beside the weights
+(proto/placement/migration.py).
 """
 
 import time
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 from ...proto.commands import MigrateWeights, PrepareMigration
 from ...proto.errors import ProtocolError
@@ -39,7 +41,7 @@ class MovingParts:
         """Whether there is room for what is held on the way. Nothing moves yet."""
         needed, free = self._ways[command.to].extra_bytes(self._rank), self._free_bytes()
         if needed <= free:
-            return MigrationPrepared(self._rank, command.to, accepted=True)
+            return MigrationPrepared(self._rank, command.to, accepted=True, on_host=self._all_on_host(command.to))
         mib = 1 << 20
         reason = f"{needed / mib:.0f} MiB are needed on the way, {free / mib:.0f} MiB are free"
         return MigrationPrepared(self._rank, command.to, accepted=False, reason=reason)
@@ -51,15 +53,32 @@ class MovingParts:
             if self._at.get(layer) is command.to or layer not in self._at:
                 raise ProtocolError(f"layer {layer} cannot migrate to where the {command.to} layout needs it")
         moves = transfers(self._placement, command.layers, command.to)
-        received = self._exchange(moves) if command.source is WeightSource.PEER else self._read(moves)
+        received = self._bring(moves, command.source)
         self._at.update(dict.fromkeys(command.layers, command.to))
         self._away = self._find_away()
         self._store.settle(all_there=not self._away[command.to])
-        return WeightsMigrated(self._rank, command.to, command.layers, time.monotonic() - started, received)
+        seconds = time.monotonic() - started
+        for move in self._coming(moves):
+            self._store.keep(move.layer, move.part)  # once, and no part of what the move takes
+        return WeightsMigrated(self._rank, command.to, command.layers, seconds, received)
+
+    def _bring(self, moves: Sequence[PartTransfer], source: WeightSource) -> int:
+        """This rank's side of some moves; the bytes that came."""
+        match source:
+            case WeightSource.PEER:
+                return self._exchange(moves)
+            case WeightSource.HOST:
+                self._drop(moves)
+                return sum(self._store.fetch(move.layer, move.part) for move in self._coming(moves))
+            case WeightSource.FILE:
+                self._drop(moves)
+                return sum(self._store.read(move.layer, move.part) for move in self._coming(moves))
+            case _:
+                assert_never(source)
 
     def _exchange(self, moves: Sequence[PartTransfer]) -> int:
         """Parts go from rank to rank. Returns the bytes that came."""
-        mine, coming = self._mine(moves), [move for move in moves if move.target == self._rank]
+        mine, coming = self._mine(moves), self._coming(moves)
         sends = [(move.target, self._store.take(move.layer, move.part)) for move in mine]
         arriving = [(move, self._store.landing(move.layer, move.part)) for move in coming]
         receives = [(move.source, data) for move, data in arriving]
@@ -75,15 +94,22 @@ class MovingParts:
             del data  # each part's bytes are freed before the next part is packed
         return received
 
-    def _read(self, moves: Sequence[PartTransfer]) -> int:
-        """Every rank frees what it needs no more and reads what it needs from its file."""
+    def _drop(self, moves: Sequence[PartTransfer]) -> None:
+        """Free what this rank needs no more."""
         for move in self._mine(moves):
             self._store.drop(move.layer, move.part)
-        return sum(self._store.read(move.layer, move.part) for move in moves if move.target == self._rank)
+
+    def _all_on_host(self, to: Layout) -> bool:
+        """Whether all that comes to this rank on the way to `to` may come from its host's memory."""
+        moves = [move for group in self._ways[to].groups for move, _ in group.moves]
+        return all(self._store.has_copy(move.layer, move.part) for move in self._coming(moves))
 
     def _find_away(self) -> dict[Layout, bool]:
         """Whether some layers lie elsewhere than a layout needs them."""
         return {layout: any(place is not layout for place in self._at.values()) for layout in Layout}
+
+    def _coming(self, moves: Sequence[PartTransfer]) -> list[PartTransfer]:
+        return [move for move in moves if move.target == self._rank]
 
     def _mine(self, moves: Sequence[PartTransfer]) -> list[PartTransfer]:
         return [move for move in moves if move.source == self._rank]

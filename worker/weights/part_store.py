@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...proto.errors import ProtocolError
 from ...proto.model import ModelSpec
 from ...proto.placement.memory import VECTOR_ELEMENT_BYTES
 from ...proto.placement.plan import Placement
@@ -40,6 +41,18 @@ class PartStore(Protocol):
 
     def read(self, layer: int, part: int) -> int:
         """The part is here now, read from the files; its bytes."""
+
+    def has_copy(self, layer: int, part: int) -> bool:
+        """Whether `fetch` can bring it."""
+
+    def keep(self, layer: int, part: int) -> None:
+        """The part has come: where copies are kept in host memory, one of it, too."""
+
+    def fetch(self, layer: int, part: int) -> int:
+        """The part is on its way from its copy in host memory to where it belongs, behind all work issued so far.
+
+        Its bytes. Raises `ProtocolError` where there is no copy.
+        """
 
     def sent(self, byte_count: int) -> None:
         """What was taken, so many bytes, has left and is freed."""
@@ -91,6 +104,15 @@ class DenseStore:
     def read(self, layer: int, part: int) -> int:
         self._set(layer, self._loader.part(layer, part))  # the loader tracks what it allocates
         return self.byte_count(layer, part)
+
+    def has_copy(self, layer: int, part: int) -> bool:
+        return False
+
+    def keep(self, layer: int, part: int) -> None:
+        """A copy would lie in the same memory as the part."""
+
+    def fetch(self, layer: int, part: int) -> int:
+        raise ProtocolError(f"part {part} of layer {layer}: dense parts have no copies in host memory")
 
     def sent(self, byte_count: int) -> None:
         self._ledger.track(STAGING, -byte_count)

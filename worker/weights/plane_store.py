@@ -12,11 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...proto.errors import ProtocolError
 from ...proto.model import ModelSpec
 from ...proto.placement.migration import Migration, PartTransfer
 from ...proto.placement.plan import Placement
 from ..kernels.matrix import AnyMatrix
 from ..memory import MemoryLedger
+from .host_copies import HostCopies
 from .layer import MATRIX_FIELDS, PartWeights, Weights, filled
 from .load import WeightLoader
 from .part_store import STAGING, bias_rows, set_part
@@ -42,8 +44,12 @@ class PlaneStore:
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: int, loader: WeightLoader, weights: Weights,
         to_tensor: Migration, make_matrix: MakeMatrix, ledger: MemoryLedger, device: torch.device,
+        host_room_bytes: int = 0,
     ) -> None:
-        """Moves the parts that are here already to their places. `to_tensor`: the way to the tensor layout."""
+        """Moves the parts that are here already to their places. `to_tensor`: the way to the tensor layout.
+
+        `host_room_bytes`: what copies of parts may take of the host's memory; none are kept where not all have room.
+        """
         self._spec, self._placement, self._loader, self._weights = spec, placement, loader, weights
         self._make_matrix, self._ledger, self._device = make_matrix, ledger, device
         self._plans: dict[Key, PartPlan] = {}
@@ -54,6 +60,10 @@ class PlaneStore:
             coming = self._planned([move for move in moves if move.target == rank])
             for here, there in zip_longest(leaving, coming):
                 self._share_place(here, there)
+        whole_bytes = sum(plan.byte_count for plan in self._plans.values())
+        self._copies = HostCopies(device) if 0 < whole_bytes <= host_room_bytes else None
+        for move in (move for group in to_tensor.groups for move, _ in group.moves if move.source == rank):
+            self.keep(move.layer, move.part)
 
     def take(self, layer: int, part: int) -> Tensor:
         place = self._places[layer, part]
@@ -72,6 +82,20 @@ class PlaneStore:
     def read(self, layer: int, part: int) -> int:
         self._settle_in((layer, part), self._loader.part(layer, part))
         return self._places[layer, part].numel()
+
+    def has_copy(self, layer: int, part: int) -> bool:
+        return self._copies is not None and (layer, part) in self._copies
+
+    def keep(self, layer: int, part: int) -> None:
+        if self._copies is not None:
+            self._copies.keep((layer, part), self._places[layer, part])
+
+    def fetch(self, layer: int, part: int) -> int:
+        if not self.has_copy(layer, part) or self._copies is None:
+            raise ProtocolError(f"part {part} of layer {layer} has no copy in this rank's host memory")
+        place = self._places[layer, part]
+        self._copies.put((layer, part), place)
+        return place.numel()
 
     def sent(self, byte_count: int) -> None:
         self._ledger.track(STAGING, -byte_count)

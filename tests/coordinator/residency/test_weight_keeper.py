@@ -1,5 +1,6 @@
 """Weights that migrate: work waits for them, they wait for work, nobody is starved, and they go home when idle."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import cast
 
@@ -231,9 +232,9 @@ def test_a_request_cancelled_at_any_time_leaves_nothing_behind(cancel_after: int
 # The keeper alone
 
 
-def accept(keeper: WeightKeeper, to: Layout) -> None:
+def accept(keeper: WeightKeeper, to: Layout, on_host: Sequence[bool] = (False, False)) -> None:
     for rank in range(keeper.ranks):
-        keeper.prepared(MigrationPrepared(Rank(rank), to, accepted=True))
+        keeper.prepared(MigrationPrepared(Rank(rank), to, accepted=True, on_host=on_host[rank]))
 
 
 def done(keeper: WeightKeeper, command: MigrateWeights, seconds: tuple[float, ...], received: int = 1000) -> None:
@@ -241,9 +242,11 @@ def done(keeper: WeightKeeper, command: MigrateWeights, seconds: tuple[float, ..
         keeper.migrated(WeightsMigrated(Rank(rank), command.to, command.layers, took, received))
 
 
-def migrate(keeper: WeightKeeper, to: Layout, seconds: dict[WeightSource, float]) -> list[MigrateWeights]:
+def migrate(
+    keeper: WeightKeeper, to: Layout, seconds: dict[WeightSource, float], on_host: Sequence[bool] = (False, False)
+) -> list[MigrateWeights]:
     if keeper.move(to):
-        accept(keeper, to)
+        accept(keeper, to, on_host)
     commands = [command for command in keeper.move(to) if isinstance(command, MigrateWeights)]
     for command in commands:
         done(keeper, command, (seconds[command.source],) * keeper.ranks)
@@ -259,6 +262,20 @@ def test_each_source_is_tried_once_and_the_faster_one_is_kept() -> None:
     faster_file = WeightKeeper(2, ways_of(2))
     migrate(faster_file, TENSOR, {WeightSource.PEER: 2.0, WeightSource.FILE: 0.5})
     assert {c.source for c in migrate(faster_file, LAYER, took)} == {WeightSource.FILE}
+
+
+def test_copies_in_host_memory_are_a_source_only_where_every_rank_has_what_comes_to_it() -> None:
+    keeper = WeightKeeper(2, ways_of(2))
+    took = {WeightSource.PEER: 1.0, WeightSource.HOST: 0.5, WeightSource.FILE: 2.0}
+    ways = ((TENSOR, (True, False)), (LAYER, (True, True)), (TENSOR, (True, True)), (LAYER, (False, True)))
+    sources = [[command.source for command in migrate(keeper, to, took, on_host)] for to, on_host in ways]
+    assert sources[0][:2] == [WeightSource.PEER, WeightSource.FILE]
+    assert sources[1][0] is WeightSource.HOST, "tried once"
+    assert set(sources[2]) == {WeightSource.HOST}
+    assert set(sources[3]) == {WeightSource.PEER}
+    keeper.source = WeightSource.HOST  # where there is one
+    assert {command.source for command in migrate(keeper, TENSOR, took, (False, True))} == {WeightSource.PEER}
+    assert {command.source for command in migrate(keeper, LAYER, took, (True, True))} == {WeightSource.HOST}
 
 
 def test_what_is_left_to_move_and_the_speed_measured_make_the_price() -> None:
