@@ -1,36 +1,56 @@
-"""The decode products against memory bandwidth: one line of JSON a matrix. On one CUDA device.
+"""Every GPU kernel against its plain twin on fresh random data, and against the memory's bandwidth. One CUDA device.
 
-Weights are rotated out of the cache, and many launches are captured in one graph, so that neither the cache nor the
-host's launching flatters or spoils a figure. `--tiles` tries every tile and prints the best.
+python -m gearshift.benchmarks.kernels [--only multiply,attend] [--batches 1,4,16] [--tiles]
+A line of JSON a kernel and shape: µs a launch, GB/s of the bytes that it must move, their share of what a copy on this
+device moves, the worst error over its limit (right below 1), by name. Weights and caches are rotated out of the cache,
+and many launches are captured in one graph, so that neither the cache nor the host's launching flatters or spoils a
+figure; small kernels are bound by what an empty one takes (`empty_us`). `--tiles` tries every tile of the products.
+With TRITON_INTERPRET=1 and no GPU kernels are checked on tiny shapes, and nothing is timed.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import os
+import sys
+import time
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-import triton
 
-from gearshift.benchmarks.synthetic_models import random_matrix
+from gearshift.benchmarks.arguments import numbers
+from gearshift.benchmarks.kernel_cases import TIMED, Case, Launch, Sizes, product
+from gearshift.benchmarks.kernel_step_cases import all_cases
 from gearshift.worker.kernels import quant_ops
-from gearshift.worker.kernels.quant_planes import Planes, from_gguf
 
-ROTATED_BYTES = 400 << 20
 # (rows, columns, type) of an 8B's parts at two ranks, the head last
 MATRICES = [
     (2560, 4096, "Q4_K"), (512, 4096, "Q6_K"), (4096, 2048, "Q4_K"), (14336, 4096, "Q4_K"), (4096, 7168, "Q4_K"),
-    (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"), (14336, 4096, "Q5_K"), (14336, 4096, "Q8_0"),
+    (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"),
 ]  # fmt: skip
 BATCH_TILES = [(1, 8, 2), (1, 16, 1), (1, 8, 3), (1, 4, 4), (2, 8, 1), (2, 4, 2)]
 TILES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)]
+LAUNCHES = 64  # a graph
+COPIED_BYTES = 1 << 30
 
 
-def graph_microseconds(launches: list[Callable[[], None]]) -> float:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of this device."""
+
+    bytes_a_second: float
+    empty_us: float
+
+
+def graph_microseconds(launches: list[Launch], before: Launch | None = None) -> float:
     """Mean time of one launch: all captured in one graph, replayed."""
+    repeated = [launches[number % len(launches)] for number in range(max(LAUNCHES, len(launches)))]
+    if before:
+        repeated = launches  # each once, behind what sets them back
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launch in launches:
+        if before:
+            before()
+        for launch in repeated:
             launch()
     for _ in range(2):
         graph.replay()
@@ -40,79 +60,91 @@ def graph_microseconds(launches: list[Callable[[], None]]) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 5 / len(launches) * 1e3
+    return begin.elapsed_time(end) / 5 / len(repeated) * 1e3
 
 
-def some_planes(rows: int, columns: int, type_name: str) -> list[Planes]:
-    """Copies of one matrix, more than the cache holds."""
-    quant = quant_type(type_name)
-    raw = torch.from_numpy(random_matrix(np.random.default_rng(1), quant, rows, columns)).cuda()
-    first = from_gguf(type_name, raw)
-    copies = max(1, min(64, ROTATED_BYTES // first.byte_count))
-    return [first] + [
-        Planes(
-            first.format,
-            rows,
-            columns,
-            *[p.clone() for p in (first.codes, first.high, first.scales, first.supers)],
-        )
-        for _ in range(copies - 1)
-    ]
+def device_limits() -> Limits:
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target, small = torch.empty_like(source), torch.zeros(1, device="cuda")
+
+    def copy() -> None:
+        target.copy_(source)
+
+    def touch() -> None:
+        small.add_(1.0)
+
+    return Limits(2 * COPIED_BYTES / graph_microseconds([copy] * 4) * 1e6, graph_microseconds([touch]))
 
 
-def quant_type(name: str) -> object:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType[name]
+def tell(line: dict[str, object]) -> None:
+    print(json.dumps(line), flush=True)
 
 
-def measure(rows: int, columns: int, type_name: str, batch: int, all_tiles: bool) -> dict[str, object]:
-    copies = some_planes(rows, columns, type_name)
-    x = quant_ops.quantize(torch.randn(batch, columns, device="cuda"))
-    out = torch.empty(batch, rows, device="cuda")
-    groups = triton.next_power_of_2(columns // 64)
-    single = batch <= quant_ops.MOST_SINGLE
-    usual = quant_ops.usual_tile(rows, groups) if single else quant_ops.usual_batch_tile(rows)
-    times: dict[tuple[int, ...], float] = {}
-    tiles: list[tuple[int, ...]] = [*TILES] if single else [*BATCH_TILES]
-    for tile in tiles if all_tiles else [usual]:
-        if single and not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
-            continue
-        quant_ops.multiply(copies[0], x, out, tile)
-        times[tile] = graph_microseconds([lambda p=p, t=tile: quant_ops.multiply(p, x, out, t) for p in copies])
-    best = min(times, key=lambda tile: times[tile])
-    return {
-        "matrix": [rows, columns, type_name], "batch": batch, "us": round(times[best], 2), "tile": best,
-        "GB/s": round(copies[0].byte_count / times[best] / 1e3),
-        "tried": {
-            "x".join(map(str, tile)): round(us, 1) for tile, us in sorted(times.items(), key=lambda item: item[1])[:4]
-        },
-    }  # fmt: skip
+def measure(case: Case, limits: Limits | None, checked: bool = True) -> bool:
+    """Whether the kernel is right."""
+    line: dict[str, object] = {"kernel": case.kernel, "shape": case.shape}
+    for launch in case.launches[:2]:
+        launch()  # compiled, and whatever a first launch does
+    if case.before:
+        case.before()
+    errors = case.check() if checked else {}
+    if limits:
+        torch.cuda.synchronize()
+        us = graph_microseconds(case.launches, case.before)
+        rate = case.moved_bytes / us * 1e6
+        line |= {"us": round(us, 2), "GB/s": round(rate / 1e9), "share": round(rate / limits.bytes_a_second, 3)}
+    wrong = {name: error for name, error in errors.items() if not error < 1}
+    if checked:
+        line |= {"worst": round(max(errors.values(), default=0.0), 3), "right": not wrong}
+    tell(line | ({"wrong": wrong} if wrong else {}))
+    return not wrong
 
 
-def measure_expand(rows: int, columns: int, type_name: str) -> dict[str, object]:
-    copies = some_planes(rows, columns, type_name)
-    out = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
-    quant_ops.expand(copies[0], out)
-    us = graph_microseconds([lambda p=p: quant_ops.expand(p, out) for p in copies])
-    return {
-        "expand": [rows, columns, type_name],
-        "us": round(us, 1),
-        "GB/s": round((copies[0].byte_count + out.nbytes) / us / 1e3),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--batches", default="1")
-    options = parser.parse_args()
+def try_tiles(batch: int, limits: Limits) -> None:
     for rows, columns, type_name in MATRICES:
-        for batch in map(int, options.batches.split(",")):
-            print(json.dumps(measure(rows, columns, type_name, batch, options.tiles)), flush=True)
-    for type_name in ("Q4_K", "Q6_K"):
-        print(json.dumps(measure_expand(14336, 4096, type_name)), flush=True)
+        groups = quant_ops.triton.next_power_of_2(columns // 64)
+        tiles: list[tuple[int, ...]] = [*TILES] if batch <= quant_ops.MOST_SINGLE else [*BATCH_TILES]
+        for tile in tiles:
+            if batch <= quant_ops.MOST_SINGLE and not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
+                continue
+            measure(product(rows, columns, type_name, batch, tile), limits, checked=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--batches", type=numbers, default=(1, 4, 16))
+    parser.add_argument("--only", default="", help="parts of kernels' names, with commas")
+    parser.add_argument("--seconds", type=float, default=300.0, help="nothing is begun after so long")
+    options = parser.parse_args()
+    if not TIMED:
+        from gearshift.tests.helpers.interpreted_triton import mend_scalars
+
+        assert os.environ.get("TRITON_INTERPRET") == "1", "needs a CUDA device, or TRITON_INTERPRET=1"
+        mend_scalars()
+    begun, bad, left_out = time.monotonic(), 0, 0
+    limits = device_limits() if TIMED else None
+    if limits:
+        tell({"device": torch.cuda.get_device_name(), "copied_GB/s": round(limits.bytes_a_second / 1e9),
+              "empty_us": round(limits.empty_us, 2)})  # fmt: skip
+    wanted = [word for word in options.only.split(",") if word]
+    for make in all_cases(Sizes.here(), list(options.batches)):
+        if time.monotonic() - begun > options.seconds:
+            left_out += 1
+            continue
+        case = make()
+        if not wanted or any(word in case.kernel for word in wanted):
+            bad += not measure(case, limits)
+    if limits:
+        for batch in options.batches:
+            if options.tiles:
+                try_tiles(batch, limits)
+            else:
+                for shape in MATRICES:
+                    bad += not measure(product(*shape, batch), limits)
+    tell({"wrong": bad, "left_out": left_out, "seconds": round(time.monotonic() - begun, 1)})
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """What the benchmarks conclude from runs that are made up."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,20 @@ def test_a_record_names_the_machine_and_what_its_links_depend_on(monkeypatch: py
     facts = machine_facts(["cpu"])
     assert facts["environment"]["NCCL_SHM_DISABLE"] == "1"  # type: ignore[index]
     assert {"machine", "torch", "python", "load_average", "cores"} <= facts.keys()
+
+
+def test_every_kernel_that_is_launched_is_timed_and_checked() -> None:
+    """By the sources alone: Triton is not there on every machine."""
+    root = Path(__file__).parents[1]
+    kernels = root / "worker" / "kernels"
+    jitted = {
+        name
+        for file in kernels.glob("*_triton.py")
+        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
+    }
+    launching = "".join(file.read_text() for file in (root / "worker").rglob("*.py"))
+    launched = {name for name in jitted if re.search(rf"\b{name}\[", launching)} | {"multiply_batch"}
+    assert len(launched) > 10
+    cases = "".join(file.read_text() for file in (root / "benchmarks").glob("kernel_*cases.py"))
+    named = set(re.findall(r"\w+", " ".join(re.findall(r'"([^"\n]*)"', cases))))
+    assert launched <= named, f"benchmarks/kernel_cases.py has no {', '.join(sorted(launched - named))}"

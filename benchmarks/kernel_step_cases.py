@@ -1,0 +1,306 @@
+"""What `kernels.py` times between products, of prompts and of shifts; and the list of all that it times."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from gearshift.benchmarks.kernel_cases import (
+    DEVICE,
+    HALF,
+    STEP_LIMIT,
+    TIMED,
+    Case,
+    Check,
+    Launch,
+    Sizes,
+    copies_of,
+    expansion,
+    gathered,
+    gathered_floats,
+    halves,
+    library_product,
+    nbytes,
+    of_planes,
+    product,
+    randn,
+    some_planes,
+)
+from gearshift.proto.model import Activation, RopeKind
+from gearshift.tests.worker import parcel_kernel_checks, quant_kernel_checks, step_kernel_checks
+from gearshift.worker.device_parcels import DeviceParcels
+from gearshift.worker.kernels import quant_ops, step_ops
+from gearshift.worker.kernels.exchange import Exchange
+from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent
+from gearshift.worker.kernels.quant_planes import FORMATS
+from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
+from gearshift.worker.kv import SlotRun
+from gearshift.worker.parcels import Place
+
+EPSILON = 1e-5
+
+
+def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
+    """What makes each: one at a time, as each has its memory to itself."""
+    for type_name in sorted(FORMATS):
+        for batch in batches:
+            yield partial(product, *sizes.big, type_name, batch)
+    yield partial(library_product, *sizes.big)
+    for type_name in sorted(FORMATS):
+        yield partial(expansion, *sizes.big, type_name)
+    yield partial(gathered, sizes, "Q4_K")
+    yield partial(gathered_floats, sizes)
+    for batch in batches:
+        yield partial(quantised, sizes, batch)
+        yield partial(half_block, sizes, batch)
+        for on_host in (False, True):
+            yield partial(summed, sizes, batch, on_host)
+        yield partial(sent_product, sizes, batch)
+        yield partial(gated, sizes, batch)
+        yield partial(rotated, sizes, batch)
+        yield partial(attended, sizes, batch)
+        yield partial(chosen, sizes, batch)
+    yield partial(angles, sizes)
+    yield partial(joined, sizes)
+    for put in (False, True):
+        yield partial(parcel, sizes, put)
+
+
+def of_step(check: Check, *names: str) -> Check:
+    """`names`: how the errors that count begin; all, where none is given."""
+
+    def checked() -> dict[str, float]:
+        found = check()
+        return {name: e / STEP_LIMIT for name, e in found.items() if not names or name.startswith(names)}
+
+    return checked
+
+
+# What lies between the products of a decode step
+
+
+def quantised(sizes: Sizes, batch: int) -> Case:
+    x, into = randn(batch, sizes.hidden), QuantizedRows.empty(batch, sizes.hidden, DEVICE)
+
+    def launch() -> None:
+        quant_ops.quantize(x, into)
+
+    columns = max(sizes.hidden, 256)
+    check = of_planes("Q8_0", 9, columns, batch, "activations", "sums")
+    return Case("quantize_rows", f"{batch} x {sizes.hidden}", x.nbytes + nbytes(into), [launch], check)
+
+
+def half_block(sizes: Sizes, batch: int) -> Case:
+    partial_sum, hidden, weight = randn(batch, sizes.hidden), randn(batch, sizes.hidden), randn(sizes.hidden)
+    out = QuantizedRows.empty(batch, sizes.hidden, DEVICE)
+
+    def launch() -> None:
+        step_ops.finish_half(partial_sum, hidden, weight, None, EPSILON, out)
+
+    moved = 3 * hidden.nbytes + weight.nbytes + nbytes(out)
+    check = of_step(partial(step_kernel_checks.check_halves, batch, sizes.hidden, False))
+    return Case("finish_half_block", f"{batch} x {sizes.hidden}", moved, [launch], check)
+
+
+def come_exchanges(ranks: int, width: int, on_host: bool, count: int) -> tuple[list[Exchange], Launch]:
+    """Exchanges whose peers' words for the first sum lie there already, and what sets all back to that first sum."""
+    come = torch.full((Exchange.inbox_words(ranks, width) // 2,), 1 << 32, dtype=torch.int64, device=DEVICE)
+    own = torch.full((ranks,), come.data_ptr(), dtype=torch.int64, device=DEVICE)
+    spare = torch.zeros_like(come)  # where what is sent goes
+    away = own.clone()
+    away[1:] = spare.data_ptr()
+    sequences = torch.zeros(count, 16, dtype=torch.int32, device=DEVICE)
+    made = [Exchange.over(away, ranks, 0, width, on_host, keep=(come, spare)) for _ in range(count)]
+    exchanges = [
+        Exchange(ranks, 0, width, one.inboxes, sequences[number], one.choice_sequence, one.failed, on_host, one.keep)
+        for number, one in enumerate(made)
+    ]
+
+    def again() -> None:
+        sequences.zero_()
+
+    return exchanges, again
+
+
+def checked_sums(batch: int, width: int, sent: bool, on_host: bool) -> Check:
+    """Against plain sums: by ranks on streams of their own on a card, one after the other in the interpreter."""
+    if TIMED:
+        return of_step(partial(step_kernel_checks.check_exchange, 2, batch, width, sent, on_host))
+    return of_step(partial(step_kernel_checks.check_sums_in_turn, on_host))
+
+
+def summed(sizes: Sizes, batch: int, on_host: bool) -> Case:
+    """Sum over two ranks, residual, norm and quantisation; the peer's words have come: nothing is waited for."""
+    exchanges, again = come_exchanges(2, sizes.hidden, on_host, 32 if TIMED else 1)
+    partial_sum, hidden, weight = randn(batch, sizes.hidden), randn(batch, sizes.hidden), randn(sizes.hidden)
+    out = QuantizedRows.empty(batch, sizes.hidden, DEVICE)
+    launches: list[Launch] = [
+        partial(step_ops.finish_half, partial_sum, hidden, weight, None, EPSILON, out, exchange, True)
+        for exchange in exchanges
+    ]
+    moved = 3 * hidden.nbytes + 8 * batch * sizes.hidden + weight.nbytes + nbytes(out)
+    kernel = "sum_rows and finish_half_block" if on_host else "finish_half_block, summing over 2 ranks"
+    check = checked_sums(batch, sizes.hidden, True, on_host)
+    return Case(kernel, f"{batch} x {sizes.hidden}", moved, launches, check, again)
+
+
+def sent_product(sizes: Sizes, batch: int) -> Case:
+    """A product that writes its partial sum into the peer's inbox as well (on this card)."""
+    if not TIMED and batch > 1:
+        batch = 1  # only devices send many rows
+    columns = sizes.hidden // 2 if TIMED else 64
+    copies = some_planes(sizes.hidden, columns, "Q8_0")
+    exchanges, again = come_exchanges(2, sizes.hidden, False, 1)
+    x, out = quant_ops.quantize(randn(batch, columns)), torch.empty(batch, sizes.hidden, device=DEVICE)
+    sent = Sent(exchanges[0], 0)
+    launches: list[Launch] = [partial(quant_ops.multiply, planes, x, out, None, sent) for planes in copies]
+    moved = copies[0].byte_count + nbytes(x) + 3 * out.nbytes
+    check = checked_sums(batch, sizes.hidden, True, False)
+    return Case("products that send", f"Q8_0 {sizes.hidden} x {columns}, batch {batch}", moved, launches, check, again)
+
+
+def gated(sizes: Sizes, batch: int) -> Case:
+    both, out = randn(batch, 2 * sizes.feed_forward), QuantizedRows.empty(batch, sizes.feed_forward, DEVICE)
+    launch = partial(step_ops.gate, both, Activation.SILU, out)
+    check = of_step(partial(step_kernel_checks.check_gate, batch, sizes.feed_forward, Activation.SILU))
+    return Case("gate_rows", f"{batch} x {sizes.feed_forward}", both.nbytes + nbytes(out), [launch], check)
+
+
+def a_rope(sizes: Sizes) -> RopeFacts:
+    turns = 10000.0 ** (-torch.arange(0, sizes.width, 2, device=DEVICE) / sizes.width)
+    return RopeFacts(turns, 1.0, RopeKind.INTERLEAVED)
+
+
+def angles(sizes: Sizes) -> Case:
+    rope = a_rope(sizes)
+    positions, out = torch.arange(sizes.chunk, dtype=torch.int32, device=DEVICE), Angles.empty(rope, sizes.chunk)
+    launch = partial(step_ops.fill_angles, rope, positions, out)
+
+    def check() -> dict[str, float]:
+        step_ops.fill_angles(rope, positions, out)
+        turned = positions.double()[:, None] * rope.turns.double()
+        wanted = torch.stack((turned.cos(), turned.sin()))
+        return {"angles": float((out.values - wanted).abs().max()) / 1e-3}
+
+    return Case("rope_angles", f"{sizes.chunk} x {sizes.width // 2}", out.values.nbytes, [launch], check)
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Requests of one depth in an arena of one layer."""
+
+    places: list[KvPlace]
+    table: Tensor
+    positions: Tensor
+
+
+def cached(sizes: Sizes, batch: int) -> Cached:
+    blocks = sizes.depth // 64 + 1
+    arena_bytes = batch * blocks * 2 * sizes.kv_heads * 64 * sizes.width * 2
+    arenas = [halves(batch * blocks, 2, sizes.kv_heads, 64, sizes.width) for _ in range(min(8, copies_of(arena_bytes)))]
+    table = torch.randperm(batch * blocks, device=DEVICE).view(batch, blocks)
+    positions = torch.full((batch,), sizes.depth - 1, dtype=torch.int32, device=DEVICE)
+    return Cached([KvPlace(arena[:, 0], arena[:, 1]) for arena in arenas], table, positions)
+
+
+def rotated(sizes: Sizes, batch: int) -> Case:
+    rope, found = a_rope(sizes), cached(sizes, batch)
+    heads = sizes.query_heads + 2 * sizes.kv_heads
+    projected = randn(batch, heads * sizes.width)
+    query = torch.empty(batch, sizes.query_heads, sizes.width, dtype=HALF, device=DEVICE)
+    turned = Angles.empty(rope, batch)
+    step_ops.fill_angles(rope, found.positions, turned)
+    launch = partial(
+        step_ops.rotate_into_cache, projected, None, None, turned, EPSILON, found.positions, found.table,
+        found.table.stride(0), query, found.places[0], sizes.query_heads, sizes.kv_heads,
+    )  # fmt: skip
+    check = of_step(
+        partial(step_kernel_checks.check_attention, RopeKind.INTERLEAVED, batch, 4, 0, False), "attention: query",
+        "attention: stored",
+    )  # fmt: skip
+    moved = projected.nbytes + projected.nbytes // 2
+    return Case("rotate_and_store", f"{batch} x {heads} heads of {sizes.width}", moved, [launch], check)
+
+
+def attended(sizes: Sizes, batch: int) -> Case:
+    """Attention of a step over splits of the cache, and their joining."""
+    found = cached(sizes, batch)
+    query, scale = halves(batch, sizes.query_heads, sizes.width), sizes.width**-0.5
+    splits = 32 if TIMED else 4
+    buffers = SplitBuffers.of(batch, sizes.query_heads, splits, sizes.width, DEVICE)
+    out = QuantizedRows.empty(batch, sizes.query_heads * sizes.width, DEVICE)
+    launches: list[Launch] = [
+        partial(
+            step_ops.attend_cached, query, place, found.table, found.positions, scale, 0, sizes.kv_heads, buffers, out
+        )
+        for place in found.places
+    ]
+    moved = batch * sizes.depth * 2 * sizes.kv_heads * sizes.width * 2
+    check = of_step(
+        partial(step_kernel_checks.check_attention, RopeKind.HALVES, batch, 4, 0, False), "attention: result"
+    )
+    shape = f"{batch} x {sizes.query_heads} heads behind {sizes.depth} tokens"
+    return Case("attend_split and attend_merge", shape, moved, launches, check)
+
+
+def chosen(sizes: Sizes, batch: int) -> Case:
+    logits = randn(batch, sizes.vocab)
+    numbers = torch.zeros(3, batch, dtype=torch.int32, device=DEVICE)
+    times = 64 if TIMED else 1
+    ids = torch.zeros(times + 4, batch, dtype=torch.int32, device=DEVICE)
+    logprobs = torch.zeros(times + 4, batch, device=DEVICE)
+    state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
+    best = torch.zeros(batch, triton.cdiv(sizes.vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
+    launch = partial(step_ops.choose, logits, 0, 1.0, best, state, Exchange.alone(DEVICE, 32))
+
+    def again() -> None:
+        numbers.zero_()
+
+    check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
+    shape = f"{batch} x {sizes.vocab} logits"
+    return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * times, check, again)
+
+
+# Prompts and shifts
+
+
+def joined(sizes: Sizes) -> Case:
+    """Attention over the past joined with that over the chunk."""
+    shape = (sizes.chunk, sizes.query_heads, sizes.width)
+    past, new, out = (torch.empty(shape, dtype=HALF, device=DEVICE).normal_() for _ in range(3))
+    sums = [randn(sizes.query_heads, sizes.chunk) for _ in range(2)]
+    launch = partial(step_ops.join_attention, past, sums[0], new, sums[1], out)
+
+    def check() -> dict[str, float]:
+        launch()
+        first, second = torch.softmax(torch.stack(sums), 0).transpose(1, 2)[..., None]
+        wanted = past.float() * first + new.float() * second
+        return {"joined": quant_kernel_checks.relative_error(out, wanted) / 1e-2}
+
+    moved = 3 * out.nbytes + 2 * sums[0].nbytes
+    return Case("merge_two", " x ".join(map(str, shape)), moved, [launch], check)
+
+
+def parcel(sizes: Sizes, put: bool) -> Case:
+    """A chunk's blocks of one bundle: packed and sealed, or checked and put."""
+    blocks, slot_bytes = (sizes.chunk // 64, 2 << 20) if TIMED else (3, 4096)
+    arena = torch.randint(0, 256, (2 * blocks, slot_bytes), dtype=torch.uint8, device=DEVICE)
+    run = SlotRun.of(tuple(torch.randperm(2 * blocks)[:blocks].tolist()), DEVICE)
+    place, parcels, salt = Place(run, 0, blocks, 0, slot_bytes), DeviceParcels(arena), 77
+    packed, verdicts = parcels.pack(place, salt), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def launch() -> None:
+        if put:
+            parcels.check_and_put(place, packed, salt, verdicts, 0)
+        else:
+            parcels.pack(place, salt)
+
+    def check() -> dict[str, float]:
+        checked = (blocks + 7, slot_bytes, 1, blocks, 0, slot_bytes)
+        return dict.fromkeys(parcel_kernel_checks.wrong(*checked), 2.0) | {"bits": 0.0}
+
+    kernel = "unpack_blocks" if put else "pack_blocks"
+    return Case(kernel, f"{blocks} blocks of {slot_bytes >> 10} KiB", 2 * blocks * slot_bytes, [launch], check)
