@@ -1,4 +1,4 @@
-"""Prompts, answers and shifts on CUDA devices: one line of JSON a figure, the peer's beside it where it was measured.
+"""Prompts, answers and shifts on CUDA devices: one line of JSON a figure; beside it the peer's, the bar and the floor.
 
 python -m gearshift.benchmarks.gpu MODEL.gguf --workers 2 [--stages prompt,decode]  (a file of `synthetic_models` does)
 Each figure is the median of `--rounds` after two warm-ups (the first launches kernels one by one, the second captures
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gearshift.benchmarks.floors import SUM_SECONDS, Comparison, Floors, links_here
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.coordinator.chunks.plan import Auto, ChunkRule, Fixed
 from gearshift.coordinator.driver import Driver
@@ -27,11 +28,6 @@ from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters
 
-# The peer with an 8B in Q4_K_M on two H200: its better build, micro-batch and layout of each figure; tokens per second.
-PEER_8B = {
-    "prompt 2048": 15786, "prompt 8192": 16627, "prompt 32768": 14644, "decode": 300, "decode at 16384": 245,
-    "batch of 16": 2028,
-}  # fmt: skip
 GREEDY = SamplingParameters(temperature=0.0)
 SAMPLED = SamplingParameters(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=3)
 WARM_UPS = 2
@@ -57,6 +53,7 @@ class Bench:
     rounds: int
     scale: int
     pair: tuple[Layout, Layout]  # of the answers that are timed
+    beside: Comparison | None  # what figures are held against; none on shorter texts
 
     def scaled(self, tokens: int) -> int:
         return max(8, tokens // self.scale)
@@ -88,9 +85,13 @@ class Bench:
         return run
 
 
-def show(name: str, values: list[float], **more: object) -> None:
-    tell({"figure": name, "median": round(statistics.median(values), 2), "low": round(min(values), 2),
-          "high": round(max(values), 2), "peer_8b": PEER_8B.get(name.split(",")[0]), **more})  # fmt: skip
+    def show(self, name: str, layout: Layout | None, values: list[float], *, way: str = "", **more: object) -> None:
+        """A figure: its name is `name`, the layout where that says something, and what else there is to say."""
+        median = statistics.median(values)
+        told = ", ".join(filter(None, (name, layout, way)))
+        beside = self.beside.of(name, layout, median) if self.beside else {}
+        tell({"figure": told, "median": round(median, 2), "low": round(min(values), 2),
+              "high": round(max(values), 2), **beside, **more})  # fmt: skip
 
 
 def tell(line: dict[str, object]) -> None:
@@ -113,27 +114,31 @@ def read_prompt(bench: Bench, prompt: int, pair: tuple[Layout, Layout], rule: Ch
     tokens = bench.scaled(prompt)
     runs = bench.runs(lambda seed: bench.request(tokens, 2, *pair, rule, seed))
     way = "auto" if isinstance(rule, Auto) else "fixed"
-    show(f"prompt {prompt}, {pair[0]}, {way}", [tokens / run.first for run in runs], chunks=runs[0].chunks)
+    rates = [tokens / run.first for run in runs]
+    bench.show(f"prompt {prompt}", pair[0], rates, way=way, chunks=runs[0].chunks)
 
 
 def decode(bench: Bench) -> None:
-    for name, sampling in (("decode", GREEDY), ("decode, sampled", SAMPLED)):
-        runs = bench.runs(lambda seed: bench.request(64, 200, *bench.pair, Auto(), seed, sampling))  # noqa: B023
-        show(name, [1 / run.each for run in runs])
+    cases = [(bench.pair, "", GREEDY), (bench.pair, "sampled", SAMPLED)]
+    if bench.pair[1] is Layout.TENSOR:
+        cases.append(((Layout.LAYER, Layout.LAYER), "", GREEDY))
+    for pair, way, sampling in cases:
+        runs = bench.runs(lambda seed: bench.request(64, 200, *pair, Auto(), seed, sampling))  # noqa: B023
+        bench.show("decode", pair[1], [1 / run.each for run in runs], way=way)
 
 
 def deep(bench: Bench) -> None:
     depth = bench.scaled(16384)
     rule = Fixed((bench.scaled(4096),))
     runs = bench.runs(lambda seed: bench.request(depth, 120, *bench.pair, rule, seed))
-    show("decode at 16384", [1 / run.each for run in runs])
+    bench.show("decode at 16384", bench.pair[1], [1 / run.each for run in runs])
 
 
 def shift(bench: Bench) -> None:
     tokens, rule = bench.scaled(8192), Fixed((bench.scaled(1024),))
     pair = Layout.LAYER, Layout.TENSOR
     runs = [run for _ in range(3) for run in bench.runs(lambda seed: bench.request(tokens, 4, *pair, rule, seed))]
-    show("shift after 8192, exposed ms", [1e3 * run.exposed for run in runs])
+    bench.show("shift after 8192, exposed ms", None, [1e3 * run.exposed for run in runs])
 
 
 def batch(bench: Bench) -> None:
@@ -152,7 +157,7 @@ def batch(bench: Bench) -> None:
         begin = max(moment for moment, index in stamps if index == 10)
         end = min(moment for moment, index in stamps if index == 127)
         rates.append(sum(begin < moment <= end for moment, _ in stamps) / (end - begin))
-    show("batch of 16", rates[1:])
+    bench.show("batch of 16", bench.pair[1], rates[1:])
 
 
 def long(bench: Bench) -> None:
@@ -189,6 +194,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--decode", choices=list(Layout), help="layout of the answers that are timed")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--scale", type=int, default=1, help="prompts and chunks are divided by it")
     options = parser.parse_args()
@@ -207,8 +213,12 @@ def main() -> None:
         driver = Driver(cluster, spec, place(spec, options.workers), settings)
         loaded = driver.load()
         tell({"load_s": round(loaded.seconds, 2), "weight_bytes": loaded.weight_bytes, "kv_bytes": loaded.kv_bytes})
-        pair = (Layout.TENSOR, Layout.TENSOR) if options.workers > 1 else (Layout.LAYER, Layout.LAYER)
-        bench = Bench(driver, options.rounds, options.scale, pair)
+        decoded = Layout(options.decode or (Layout.TENSOR if options.workers > 1 else Layout.LAYER))
+        pair = (decoded, decoded)
+        links = links_here()
+        floors = Floors(spec, options.workers, loaded.kv_format, SUM_SECONDS.get(links, SUM_SECONDS["no peer"]))
+        beside = Comparison(floors, links) if options.scale == 1 else None
+        bench = Bench(driver, options.rounds, options.scale, pair, beside)
         for name in stages:
             STAGES[name](bench)
         for report in driver.memory():
