@@ -84,7 +84,6 @@ class Bench:
             run.each = (times[-1] - times[SETTLED]) / (len(times) - 1 - SETTLED)
         return run
 
-
     def show(self, name: str, layout: Layout | None, values: list[float], *, way: str = "", **more: object) -> None:
         """A figure: its name is `name`, the layout where that says something, and what else there is to say."""
         median = statistics.median(values)

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from gearshift.benchmarks.chunks import busy, chunk_points, chunk_rules, ratio, rule_facts
+from gearshift.benchmarks.floors import SUM_SECONDS, Comparison, Floors, links_here
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.benchmarks.policy import Cell, Chat, cells_table, chat_facts
 from gearshift.coordinator.chunks.plan import Auto, Fixed, Sqrt
 from gearshift.coordinator.costs.cost_model import ChunkCost
 from gearshift.coordinator.trace import Stretch
 from gearshift.launch.bench.runs import AUTO, Combination, TimedRun
-from gearshift.proto.ids import Layout
+from gearshift.proto.ids import KvType, Layout
+from gearshift.proto.kv import KvFormat
+from gearshift.tests.helpers.specs import layer_spec, model_spec
 from gearshift.tests.helpers.timed_runs import timed_run
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
@@ -110,3 +113,41 @@ def test_every_kernel_that_is_launched_is_timed_and_checked() -> None:
     cases = "".join(file.read_text() for file in (root / "benchmarks").glob("kernel_*cases.py"))
     named = set(re.findall(r"\w+", " ".join(re.findall(r'"([^"\n]*)"', cases))))
     assert launched <= named, f"benchmarks/kernel_cases.py has no {', '.join(sorted(launched - named))}"
+
+
+EIGHT_B = Floors(
+    model_spec(
+        [layer_spec(32, 8, 14336, key_width=128)] * 32, hidden=4096, vocab=128256,
+        types=lambda _, name: "Q6_K" if name == "output.weight" else "Q4_K",
+    ),
+    2, KvFormat(KvType.BF16, KvType.BF16), SUM_SECONDS["nvlink"],
+)  # fmt: skip
+
+
+def test_an_8bs_floors_are_what_its_products_attention_and_bytes_take() -> None:
+    """16.1 GFLOP a token of 8,192 at the measured speeds of two H200; about a millisecond a token under TP 2."""
+    assert EIGHT_B.prompt(8192) == pytest.approx(81_000, rel=0.01)
+    assert EIGHT_B.prompt(32768) == pytest.approx(46_000, rel=0.01)
+    assert 1 / EIGHT_B.decode(0, Layout.TENSOR) == pytest.approx(0.97e-3, rel=0.05)
+    assert EIGHT_B.decode(0, Layout.LAYER) < EIGHT_B.decode(0, Layout.TENSOR)
+    assert EIGHT_B.decode(16384, Layout.TENSOR) < EIGHT_B.decode(0, Layout.TENSOR)
+    assert EIGHT_B.decode(2048, Layout.TENSOR, 16) > 10 * EIGHT_B.decode(2048, Layout.TENSOR)
+
+
+def test_figures_stand_beside_the_peers_the_bar_and_the_floor_where_there_are_such() -> None:
+    beside = Comparison(EIGHT_B, "nvlink")
+    found = beside.of("prompt 8192", Layout.TENSOR, 57_700)
+    assert (found["peer"], found["times_peers_best"]) == ({"layer": 16478, "tensor": 16627}, 3.47)
+    assert (found["bar"], found["reached"]) == (50_000, True)
+    assert found["of_floor"] == pytest.approx(0.71, abs=0.01)
+    slow = beside.of("shift after 8192, exposed ms", None, 5.6)
+    assert (slow["bar"], slow["reached"]) == (2, False)
+    assert "floor" not in slow
+    assert Comparison(EIGHT_B, "no peer").of("prompt 8192", Layout.TENSOR, 29_860).get("bar") is None
+    assert Comparison(EIGHT_B, "no peer").of("prompt 8192", Layout.LAYER, 48_340)["reached"] is True
+
+
+def test_links_are_what_the_variables_leave() -> None:
+    assert links_here({}) == links_here({"GEARSHIFT_NO_PEER": "0"}) == "nvlink"
+    assert links_here({"NCCL_P2P_DISABLE": "1"}) == links_here({"GEARSHIFT_NO_PEER": "1"}) == "no peer"
+    assert links_here({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}) == "sockets"
