@@ -13,6 +13,7 @@ from ..report import MEBIBYTE, chunks_text
 from .fit import PlannedMemory
 from .gantt import LEGEND, gantt
 from .timed_points import timed_chunks
+from .walls import ComparedWall, compared_walls, told_walls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,11 @@ class PlanFacts:
         """What is to be told where chunks are planned that are much longer than any timed; empty: nothing."""
         return timed_chunks(self.costs_facts).told_beside(max(self.outlook.choice.chunk_plan.chunks, default=0))
 
+    @property
+    def walls(self) -> tuple[ComparedWall, ...]:
+        """What others measured, where the costs tell it of this request: with the shift that was measured there."""
+        return compared_walls(self.costs_facts, self.as_measured or self.outlook)
+
 
 def plan_json(plan: PlanFacts) -> dict[str, Any]:
     """Seconds, bytes, tokens; lists of ranks are in rank order."""
@@ -61,6 +67,7 @@ def plan_json(plan: PlanFacts) -> dict[str, Any]:
         "journeys": [_journey_json(outlook, journey) for journey in outlook.forecasts],
         "break_even": _break_even_json(outlook.break_even),
         "with_the_measured_shift": None if plan.as_measured is None else _shift_json(plan.as_measured),
+        "walls": [_wall_json(wall) for wall in plan.walls],
         "chunks": list(chunk_plan.chunks),
         "chunk_reason": chunk_plan.reason,
         "plain_rule_chunk": chunk_plan.plain_rule_chunk,
@@ -78,7 +85,8 @@ def show_plan(plan: PlanFacts, console: "Console") -> None:
         console.print(line, markup=False, soft_wrap=True)
     if outlook.forecasts:
         console.print(_journey_table(outlook))
-    for line in (*_choice_lines(outlook), *_measured_line(plan.as_measured), *_chunk_lines(outlook)):
+    walls = told_walls(plan.costs_facts, plan.walls)
+    for line in (*_choice_lines(outlook), *_measured_line(plan.as_measured), *walls, *_chunk_lines(outlook)):
         console.print(line, markup=False, soft_wrap=True)
     if plan.planned is not None:
         console.print(_memory_table(plan.planned))
@@ -223,6 +231,13 @@ def _shift_json(outlook: Outlook) -> dict[str, Any]:
         "journeys": [_journey_json(outlook, journey) for journey in outlook.forecasts],
         "break_even": _break_even_json(outlook.break_even),
     }
+
+
+def _wall_json(wall: ComparedWall) -> dict[str, Any]:
+    from msgspec import to_builtins
+
+    facts: dict[str, Any] = to_builtins(wall)
+    return facts
 
 
 def _break_even_json(paid: BreakEven | None) -> dict[str, Any] | None:

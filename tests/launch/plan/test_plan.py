@@ -145,6 +145,42 @@ def test_the_published_rigs_are_planned_from_their_files(
     assert (facts["prefill"], facts["decode"]) == with_a_shift
 
 
+@pytest.mark.parametrize(
+    ("rig", "prompt", "walls"),
+    [
+        (
+            "4070_3060_q5_k_m",
+            58_300,
+            {"layer->layer": 86, "layer->tensor": 91, "tensor->tensor": 153, "tensor->layer": 156},
+        ),
+        ("4070_3060_iq2_m", 17_055, {"layer->layer": 25, "layer->tensor": 27, "tensor->tensor": 37}),
+    ],
+)
+def test_the_published_walls_stand_beside_the_predicted_ones_within_three_percent(
+    rig: str, prompt: int, walls: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--costs", RIGS / f"{rig}.json", "--prompt-tokens", str(prompt), "--output-tokens", "128")
+    for shift in ((), ("--shift-seconds", "0.3")):  # what was measured had the reload
+        found = facts_of(capsys, *words, *shift)["walls"]
+        names = {f"{one['prefill']}->{one['decode']}": one for one in found}
+        assert {name: one["measured_seconds"] for name, one in names.items()} == walls
+        for one in found:
+            assert one["predicted_seconds"] == pytest.approx(one["measured_seconds"], rel=0.03)
+    assert facts_of(capsys, *words, "--requests", "2")["walls"] == []
+    assert facts_of(capsys, *words[:-1], "64")["walls"] == []
+    assert run_command(["plan", *map(str, words)]) == 0
+    assert "measured by others (predicted), s, with a load of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("walls", [None, 3, {"prompt_tokens": 30}, {"seconds": {"layer->layer": -1}}])
+def test_walls_that_make_no_sense_are_none(
+    walls: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"devices": ["cpu", "cpu"], "walls": walls})
+    assert facts_of(capsys, "--costs", path, *WORDS)["walls"] == []
+
+
 @pytest.mark.parametrize(("prompt", "chunk"), [(2_013, 1024), (3_865, 1024), (10_041, 2048), (28_998, 3328)])
 def test_four_gp100_are_planned_with_the_published_chunks(
     prompt: int, chunk: int, capsys: pytest.CaptureFixture[str]
