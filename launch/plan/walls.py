@@ -52,7 +52,7 @@ def compared_walls(facts: Mapping[str, object], outlook: Outlook) -> tuple[Compa
         return ()
     both = ((journey, walls.seconds.get(_name(journey))) for journey in outlook.forecasts)
     compared = [
-        ComparedWall(*map(str, journey), seen, walls.load_seconds + outlook.forecasts[journey].seconds)
+        ComparedWall(str(journey[0]), str(journey[1]), seen, walls.load_seconds + outlook.forecasts[journey].seconds)
         for journey, seen in both
         if seen is not None
     ]
