@@ -45,6 +45,10 @@ class WorkerFailedError(GearshiftError):
     exit_code = 3
 
 
+class PairDamagedError(WorkerFailedError):
+    """What one rank sends another arrives changed: found at start, raised by all ranks alike. It names the pairs."""
+
+
 class BusyError(GearshiftError):
     """The queue is full; the same request may be taken later."""
 

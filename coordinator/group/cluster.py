@@ -10,7 +10,14 @@ from ... import __version__
 from ...proto.channel import CoordinatorChannel, Incoming, PeerFaultError, PeerGoneError, Pollable
 from ...proto.codec import PROTOCOL_VERSION
 from ...proto.commands import AnyCommand, LinkOptions, OpenLinks, Shutdown, Welcome
-from ...proto.errors import GearshiftError, InputError, ProtocolError, WorkerFailedError, WorkerLostError
+from ...proto.errors import (
+    GearshiftError,
+    InputError,
+    PairDamagedError,
+    ProtocolError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from ...proto.ids import Rank
 from ...proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
 
@@ -351,7 +358,8 @@ def _lost_error(failure: LaunchFailure) -> WorkerLostError:
 
 
 def _failed_error(report: WorkerFailed) -> WorkerFailedError:
-    error = WorkerFailedError(f"the worker of rank {report.rank} failed: {report.error}: {report.message}")
+    kind = PairDamagedError if report.error == PairDamagedError.__name__ else WorkerFailedError
+    error = kind(f"the worker of rank {report.rank} failed: {report.error}: {report.message}")
     error.add_note(report.traceback)
     if report.user_error:
         error.exit_code = 2

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -14,11 +14,13 @@ from ...coordinator.driver_settings import DriverSettings
 from ...coordinator.fit.choice import ContextWish, Fit
 from ...coordinator.fit.device_memory import DeviceMemory, DeviceUse, device_uses, probe_memory
 from ...coordinator.fit.memory import RankMemory
+from ...coordinator.group.cluster import Cluster
 from ...coordinator.group.load_result import LoadResult
 from ...coordinator.model.files import ModelFiles
 from ...coordinator.model.spec import build_spec
 from ...coordinator.tokenizer import Tokenizer, build_tokenizer
 from ...coordinator.trace import Trace
+from ...proto.commands import LinkOptions
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import Layout
 from ...proto.kv import KvFormat, row_bytes
@@ -33,6 +35,7 @@ from ..trace_file import trace_file
 from .cost_cache import settle_costs
 from .fitting import GroupPlan, fit_group, names_no_shares
 from .models import open_files
+from .peers import ProvenPeers
 from .sharing import settle_shares, told_differences
 
 USUAL_CONTEXT_TOKENS = (
@@ -121,10 +124,8 @@ def open_session(
     placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
-    workers: StartGroup = gather or partial(
-        local_cluster, workers=settings.workers, device=settings.device, threads_per_worker=settings.threads,
-        link_options=settings.link_options,
-    )  # fmt: skip
+    local = ProvenPeers(partial(_local, settings), settings.link_options)
+    workers: StartGroup = gather or local
     with trace_file(trace_path) as trace, RestartingGroup(workers, restarts) as cluster:
         start_seconds = monotonic() - started
         devices = sorted({hello.device for hello in cluster.hellos})
@@ -132,6 +133,7 @@ def open_session(
         device_kind = "cpu" if devices == ["cpu"] else "cuda"
         if gather is None and device_kind == "cpu" and settings.workers > (cores := len(os.sched_getaffinity(0))):
             warn(f"{settings.workers} workers share {cores} core{'s' if cores > 1 else ''}: slow, and slow to measure")
+        settings = replace(settings, link_options=local.options)  # what is measured belongs to these
         settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
         plan = replace(plan, settings=settings)
         placement = plan.placement()
@@ -174,6 +176,13 @@ def open_session(
         yield RunningModel(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
         if costs is not None:
             costs.learn(driver)
+
+
+def _local(settings: GroupSettings, start: int, links: LinkOptions) -> AbstractContextManager[Cluster]:
+    return local_cluster(
+        workers=settings.workers, device=settings.device, threads_per_worker=settings.threads, link_options=links,
+        start=start,
+    )  # fmt: skip
 
 
 def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) -> DriverSettings:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gearshift.launch.processes.local import local_cluster
-from gearshift.proto.errors import WorkerFailedError
+from gearshift.proto.errors import PairDamagedError
 from gearshift.worker.links.pair_check import PATTERN_BYTES, Way, pattern
 
 
@@ -17,7 +17,7 @@ def start_two_workers() -> None:
 
 def test_f22_the_pair_that_spoils_what_it_moves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEARSHIFT_FAULT", "corrupt-pair source=0 target=1")
-    with pytest.raises(WorkerFailedError) as caught:
+    with pytest.raises(PairDamagedError) as caught:
         start_two_workers()
     told = str(caught.value)
     assert "arrives changed from rank 0 to rank 1 (keys and values, hidden rows)" in told
