@@ -162,6 +162,10 @@ class RunTick(Command, frozen=True):
 
     Order inside a tick: moves start, chunk and tensor chunk through their layers, late moves start (some layers' as
     soon as the chunk has passed these), head and sampler for what has left the last stage, decode, moves end, frees.
+
+    A stage is vacated when the log's next work for its layers is behind `MigrateWeights` of all migrating layers to the
+    tensor layout, from `WeightSource.HOST`: what comes may be copied to where a layer's parts lie as soon as this
+    tick's chunk, if there is one for the stage, has passed the layer.
     """
 
     sequence: int
@@ -171,6 +175,7 @@ class RunTick(Command, frozen=True):
     moves: tuple[Move, ...] = ()  # of blocks that earlier ticks have written
     late_moves: tuple[Move, ...] = ()  # of those that a prompt's last chunk writes in this one
     frees: tuple[RequestId, ...] = ()
+    vacated: tuple[int, ...] = ()  # stages; see above
     spans: bool = False  # report what was done when, for a trace
 
 

@@ -1,7 +1,7 @@
 """A model on this rank with all that runs it: each command that works on it, and what it is answered with."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -126,6 +126,8 @@ class LoadedModel:
         if len(tick.decode) != 1 or any(other is not None for other in others):
             return None
         self.moving.check(tick.decode[0].layout)
+        if tick.decode[0].layout is Layout.LAYER:
+            self.moving.check_stage()
         begun = self.engine.begin_steps(tick.decode[0])
         if begun is None:
             return None
@@ -151,6 +153,8 @@ class LoadedModel:
         self.engine.post_receive(tick.chunk_of_stage)
         self._run_chunks(tick, moves, output)
         for batch in tick.decode:
+            if batch.layout is Layout.LAYER:
+                self.moving.check_stage()
             self.engine.decode(batch, output)
         computed = time.monotonic()
         moves.finish()
@@ -175,9 +179,22 @@ class LoadedModel:
         late = self.shifter.late_moves(tick.late_moves, moves)
         hidden_TD: Tensor | None = None
         tensor_TD: Tensor | None = None
+        stage, vacates = self.load.placement.stages[self.rank], self.rank in tick.vacated
         if tick.chunk_of_stage and (mine := tick.chunk_of_stage[self.rank]) is not None:
-            groups = late.groups(mine, self.load.placement.stages[self.rank])
-            hidden_TD = self.engine.stage_chunk(mine, output, groups, late.written)
+            self.moving.check_stage()
+            groups = cut_behind(late.groups(mine, stage), self.moving.vacated_behind() if vacates else frozenset())
+            ahead = iter(groups)
+
+            def passed() -> None:
+                layers, ends_piece = next(ahead)
+                if ends_piece:
+                    late.written()
+                if vacates:
+                    self.moving.vacate(layers)
+
+            hidden_TD = self.engine.stage_chunk(mine, output, [layers for layers, _ in groups], passed)
+        elif vacates:
+            self.moving.vacate(stage)
         if tick.tensor_chunk is not None:
             tensor_TD = self.engine.tensor_chunk(tick.tensor_chunk, output)
         late.send_rest()
@@ -188,6 +205,20 @@ class LoadedModel:
             self.engine.finish_chunk(leaving, hidden_TD if is_last else None, Layout.LAYER, output)
         if tick.tensor_chunk is not None:
             self.engine.finish_chunk(tick.tensor_chunk, tensor_TD, Layout.TENSOR, output)
+
+
+def cut_behind(groups: Sequence[Sequence[int]], ends: Container[int]) -> list[tuple[list[int], bool]]:
+    """Groups of layers cut behind each layer of `ends` too, and of each piece whether it is its group's last."""
+    pieces = []
+    for group in groups:
+        piece: list[int] = []
+        for layer in group[:-1]:
+            piece.append(layer)
+            if layer in ends:
+                pieces.append((piece, False))
+                piece = []
+        pieces.append(([*piece, *group[-1:]], True))
+    return pieces
 
 
 def _layouts(tick: RunTick) -> set[Layout]:

@@ -23,6 +23,7 @@ from .loaded_model import LoadedModel
 from .memory import MemoryLedger, usable_bytes
 from .model.decoder import Decoder
 from .model.slowed_decoder import SlowedDecoder
+from .moves import Lane
 from .requests import OpenRequests
 from .sampling import Sampler
 from .shift import Shifter
@@ -98,8 +99,8 @@ def load_model(
             spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed, layer_steps
         ),
         shifter=Shifter(placement, rank, kv, links, requests, faults),
-        moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device)), requests=requests,
-        sampler=sampler, faults=faults, ledger=ledger,
+        moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device), Lane(device)),
+        requests=requests, sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
         costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps, layer_steps),
     )

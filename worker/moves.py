@@ -38,6 +38,10 @@ class Lane:
     def is_beside(self) -> bool:
         return self._stream is not None
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self._stream
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What is issued inside runs behind all work issued so far, and beside what is issued later."""

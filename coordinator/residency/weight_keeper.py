@@ -2,12 +2,14 @@
 
 Chunks and steps of a layout run only while the weights lie where that layout needs them. A request that needs them
 elsewhere waits until those before it, and those that have begun, have no work left here; then all groups of layers are
-sent there, in the log, between ticks. When nothing is asked of the group the weights go by themselves to where requests
-begin, a few groups at a time: a request that comes meanwhile turns them round between two groups.
+sent there, in the log, between ticks. Where they come from copies in host memory that is promised as soon as a prompt's
+last chunk is under way, and workers begin behind it, layer by layer. When nothing is asked of the group the weights go
+by themselves to where requests begin, a few groups at a time: a request that comes meanwhile turns them round between
+two groups.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -77,6 +79,7 @@ class WeightKeeper:
     _declined: dict[Layout, str] = field(default_factory=dict)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _speeds: dict[WeightSource, float] = field(default_factory=dict)  # bytes a second, last measured
+    _promise: tuple[Layout, RequestId] | None = None  # the way that the log's next commands for weights will be
     _on_host: dict[Layout, bool] = field(default_factory=dict)  # every rank has copies of what comes to it
 
     def __post_init__(self) -> None:
@@ -88,9 +91,9 @@ class WeightKeeper:
 
     @property
     def at(self) -> Layout | None:
-        """The layout whose work may run; None on the way."""
+        """The layout whose work may run; None on the way, and once the way has been promised."""
         places = set(self._at)
-        return places.pop() if len(places) == 1 else None
+        return places.pop() if len(places) == 1 and self._promise is None else None
 
     def allows(self, layout: Layout) -> bool:
         return not self.migrates or self.at is layout
@@ -142,8 +145,14 @@ class WeightKeeper:
         self._on_host[to] = True  # until one has told otherwise
         return [PrepareMigration(to)]
 
-    def move(self, to: Layout, request: RequestId | None = None, *, background: bool = False) -> list[AnyCommand]:
-        """Commands that bring weights to where `to` needs them, as many as may be in the log now."""
+    def move(
+        self, to: Layout, request: RequestId | None = None, *, background: bool = False,
+        source: WeightSource | None = None,
+    ) -> list[AnyCommand]:
+        """Commands that bring weights to where `to` needs them, as many as may be in the log now.
+
+        `source`: None: the one that is best for each group.
+        """
         commands = self.ask(to)
         if commands or self._asked.get(to) or to in self._declined:
             return commands
@@ -151,7 +160,7 @@ class WeightKeeper:
             if background and len(self._under_way) >= BACKGROUND_GROUPS:
                 break
             if self._at[index] is not to:
-                command = MigrateWeights(to, group.layers, self._source(to), request)
+                command = MigrateWeights(to, group.layers, source or self._source(to), request)
                 missing = {Rank(rank) for rank in range(self.ranks)}
                 self._under_way.append(_UnderWay(command, group, background, missing))
                 self._at[index] = to
@@ -159,6 +168,35 @@ class WeightKeeper:
         if self.at is to:  # next time there may be less room: what was answered counts no more
             self._asked = {layout: waiting for layout, waiting in self._asked.items() if waiting}
         return commands
+
+    def unanswered(self, to: Layout) -> bool:
+        """Whether the ranks were asked and have not all answered."""
+        return bool(self._asked.get(to))
+
+    def promise(self, to: Layout, request: RequestId) -> bool:
+        """All weights will go to `to` from copies in host memory, next: workers may begin ahead of the commands.
+
+        False: there is a faster source, or not every rank has agreed.
+        """
+        answered = to in self._asked and not self._asked[to] and to not in self._declined
+        if not answered or self.at in (None, to) or self._source(to) is not WeightSource.HOST:
+            return False
+        self._promise = (to, request)
+        return True
+
+    @property
+    def promised(self) -> bool:
+        return self._promise is not None
+
+    def keep_promise(self, open_requests: Container[RequestId]) -> list[AnyCommand]:
+        """The commands for what was promised: the log holds no more work for where the weights are.
+
+        The request that it was promised for may have ended.
+        """
+        if self._promise is None:
+            raise AssertionError("nothing was promised")
+        (to, request), self._promise = self._promise, None
+        return self.move(to, request if request in open_requests else None, source=WeightSource.HOST)
 
     def declined(self, to: Layout) -> str | None:
         """Why a rank will not take part, if one has said so."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ...proto.commands import AnyCommand, HashKv, Move, RunTick
+from ...proto.commands import AnyCommand, Batch, Chunk, HashKv, Move, RunTick
 from ...proto.errors import DoesNotFitError, ProtocolError
 from ...proto.generation_result import FinishReason, ShiftFailureKind
 from ...proto.ids import Layout, Rank, RequestId
@@ -31,7 +31,7 @@ from .session import Session
 from .shift_counts import ShiftCounts
 from .slots import SlotPool
 from .tick_log import TickLog
-from .tick_work import decode_batches, next_chunk, requests_running
+from .tick_work import decode_batches, goes_over, leaves_layer_layout, next_chunk, requests_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +276,8 @@ class Scheduler:
         weights, sessions = self.weights, list(self._open.values())
         if not weights.migrates:
             return []
+        if weights.promised:
+            return [] if self._pipeline.is_due else weights.keep_promise(self._open)
         if self.idle:
             return weights.move(weights.home, background=True)
         commands: list[AnyCommand] = []
@@ -302,7 +304,7 @@ class Scheduler:
     def _next_tick(self) -> RunTick | None:
         """The next tick, if there is work for one and few enough are outstanding."""
         outstanding = len(self._ticks)
-        if outstanding >= self._settings.ranks + 2 or any(session.holds_ticks for session in self._open.values()):
+        if outstanding >= self._settings.ranks + 2 or self._holds_ticks():
             return None
         sessions = self.weights.ready(list(self._open.values()))
         chunks_left = self._pipeline.is_due or any(session.has_chunk for session in sessions)
@@ -315,13 +317,36 @@ class Scheduler:
         if not (moves or stages or tensor_chunk or batches or freed):
             return None
         frees = tuple(session.plan.request_id for session in freed)
-        tick = RunTick(self._ticks.next_sequence, stages, tensor_chunk, batches, tuple(moves), frees=frees)
+        vacated = self._vacated(stages, batches) if self.weights.migrates else ()
+        tick = RunTick(
+            self._ticks.next_sequence, stages, tensor_chunk, batches, tuple(moves), frees=frees, vacated=vacated
+        )
         self._note_written(tick)
         tick = replace(tick, late_moves=tuple(self._late_moves(tick)))
         self._ticks.add(tick, freed)
         for session in freed:
             self._close(session)
         return tick
+
+    def _holds_ticks(self) -> bool:
+        """Whether answers are due that ticks built now would have to do without; they come before these are run."""
+        asked = self.weights.unanswered(Layout.TENSOR)
+        return any(session.holds_ticks or (asked and goes_over(session)) for session in self._open.values())
+
+    def _vacated(self, stages: Sequence[Chunk | None], batches: Sequence[Batch]) -> tuple[int, ...]:
+        """Stages that a prompt's last chunk leaves to the weights of its answer, in the tick being built."""
+        newest = next((stage for stage, chunk in enumerate(stages) if chunk is not None), None)
+        if newest is None or (chunk := stages[newest]) is None:
+            return ()
+        if self.weights.promised:
+            return (newest,)
+        if any(batch.layout is Layout.LAYER for batch in batches):
+            return ()
+        reader = self._open[chunk.request]
+        others = (session for session in self._open.values() if session is not reader)
+        if not leaves_layer_layout(reader, others) or not self.weights.promise(Layout.TENSOR, chunk.request):
+            return ()
+        return tuple(range(newest + 1))
 
     def _note_written(self, tick: RunTick) -> None:
         for stage, chunk in enumerate(tick.chunk_of_stage):

@@ -40,3 +40,20 @@ def requests_running(sessions: Iterable[Session]) -> Running:
     counts = Counter(session.plan.decode for session in answered)
     cached = sum(session.prompt_tokens + session.steps_done for session in answered)
     return Running(counts[Layout.LAYER], counts[Layout.TENSOR], cached // len(answered))
+
+
+def goes_over(session: Session) -> bool:
+    """Whether its last chunk is on its way through the stages, and its answer is to be written in the tensor layout."""
+    if session.phase is not Phase.PREFILL or session.has_chunk or not session.chunks_handed_out:
+        return False
+    return session.target is not None and session.target_layout is Layout.TENSOR
+
+
+def leaves_layer_layout(reader: Session, others: Iterable[Session]) -> bool:
+    """Whether a request goes over to the tensor layout and nobody else has work left in the other.
+
+    Those that have not begun come behind its answer.
+    """
+    if not goes_over(reader) or reader.holds_ticks:
+        return False
+    return not any(session.has_begun and session.needed_layout is Layout.LAYER for session in others)

@@ -41,6 +41,8 @@ def test_layers_that_migrate_give_the_bits_of_layers_that_stay(
             driver.weights.source = source
             found = logits(driver)
             assert all(np.array_equal(one, other) for one, other in zip(wanted, found, strict=True)), source
+        on_host = WeightSource.HOST in driver.weights.sources(Layout.TENSOR)
+        assert on_host is (compute_type is ComputeType.BF16), "quantised parts have copies in host memory"
         for report in driver.memory():
             assert report.peak_bytes <= 1.02 * report.planned_bytes
 

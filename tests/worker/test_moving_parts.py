@@ -23,6 +23,7 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.worker.kernels.matrix import AbsentMatrix, Matrix
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.memory import MemoryLedger
+from gearshift.worker.moves import Lane
 from gearshift.worker.weights import load, part_store
 from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights, Weights
 from gearshift.worker.weights.load import WeightLoader
@@ -108,7 +109,7 @@ class Ranks:
         self._command: MigrateWeights | None = None
         self.moving = [
             MovingParts(placement, Rank(rank), one.store, PostedLinks(self._post, rank, self._next(rank)), self.ways,  # type: ignore[arg-type]
-                        lambda: 1 << 40)
+                        lambda: 1 << 40, LANE)
             for rank, one in enumerate(self.ranks)
         ]  # fmt: skip
 
@@ -130,6 +131,7 @@ class Ranks:
                 moving.migrate(self._command)
 
 
+LANE = Lane(CPU)
 NO_LINKS = KvMoves(None, 0, 1, 1.0)
 MODELS = {
     "float": {"layers": 6, "quant": "F32"},
@@ -197,7 +199,7 @@ def test_a_rank_without_room_declines_with_its_figures(specs: dict[str, ModelSpe
     group = Ranks(spec, placement, torch.float32)
     needed = group.ways[Layout.TENSOR].extra_bytes(0)
     for free, accepted in ((needed, True), (needed - 1, False)):
-        moving = MovingParts(placement, Rank(0), group.ranks[0].store, NO_LINKS, group.ways, partial(int, free))
+        moving = MovingParts(placement, Rank(0), group.ranks[0].store, NO_LINKS, group.ways, partial(int, free), LANE)
         report = moving.prepare(PrepareMigration(Layout.TENSOR))
         assert report.accepted is accepted
         assert accepted or "MiB are needed on the way" in report.reason

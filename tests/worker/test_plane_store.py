@@ -22,7 +22,9 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.worker.kernels.matrix import AnyMatrix
 from gearshift.worker.kernels.quant_planes import Planes, from_gguf, has_planes, stack
 from gearshift.worker.links.kv_moves import KvMoves
+from gearshift.worker.loaded_model import cut_behind
 from gearshift.worker.memory import MemoryLedger
+from gearshift.worker.moves import Lane
 from gearshift.worker.weights import host_copies, load
 from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights
 from gearshift.worker.weights.load import Cut, WeightLoader
@@ -212,9 +214,18 @@ def test_places_take_what_one_layout_needs_and_the_staging_is_what_is_sent(
 ROOM = 1 << 30
 
 
+class LaneBeside(Lane):
+    """As on a card, but that what is issued is over at once."""
+
+    @property
+    def is_beside(self) -> bool:
+        return True
+
+
 def moving_parts(spec: ModelSpec, placement: Placement, rank: int, one: OneRank) -> MovingParts:
     ways = {to: migration(spec, placement, to, Holding.PLANES) for to in Layout}
-    return MovingParts(placement, Rank(rank), one.store, KvMoves(None, 0, 1, 1.0), ways, lambda: 1 << 40)
+    links = KvMoves(None, 0, 1, 1.0)
+    return MovingParts(placement, Rank(rank), one.store, links, ways, lambda: 1 << 40, LaneBeside(CPU))
 
 
 def migrate(moving: MovingParts, to: Layout, source: WeightSource) -> None:
@@ -253,3 +264,51 @@ def test_without_room_for_all_copies_none_is_kept_and_none_can_be_asked_for(tmp_
     assert not moving.prepare(PrepareMigration(Layout.LAYER)).on_host
     with pytest.raises(ProtocolError, match="no copy in this rank's host memory"):
         migrate(moving, Layout.TENSOR, WeightSource.HOST)
+
+
+@pytest.mark.parametrize(("ranks", "shares"), [(2, None), (3, None), (2, (3.0, 1.0))])
+def test_parts_come_behind_the_layers_that_a_chunk_has_left_and_the_commands_find_them_there(
+    tmp_path: Path, ranks: int, shares: tuple[float, ...] | None
+) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", layers=8, hidden=128, quant="Q5_0"))))
+    placement = place(spec, ranks, layer_shares=shares, migrating_layers=frozenset(range(8)) - {1})
+    for rank in range(ranks):
+        one, both = OneRank(spec, placement, rank, ROOM), OneRank(spec, place(spec, ranks, layer_shares=shares), rank)
+        moving = moving_parts(spec, placement, rank, one)
+        migrate(moving, Layout.TENSOR, WeightSource.FILE)
+        for _ in range(2):
+            migrate(moving, Layout.LAYER, WeightSource.HOST)
+            stage = list(placement.stages[rank])
+            assert moving.vacated_behind() <= set(stage)
+            for number, layer in enumerate(stage):
+                left = stage[number:]  # the chunk has not passed these yet: their parts are as they were
+                for still in left:
+                    for part in placement.parts_held(still, rank, Layout.LAYER):
+                        assert equal(one.part(still, part), both.part(still, part)), (rank, still, part)
+                moving.vacate([layer])
+            with pytest.raises(ProtocolError, match="a stage that was vacated"):
+                moving.check_stage()
+            migrate(moving, Layout.TENSOR, WeightSource.HOST)
+            moving.check_stage()
+            for layer in range(8):
+                for part in placement.parts_held(layer, rank, Layout.TENSOR):
+                    assert equal(one.part(layer, part), both.part(layer, part)), (rank, layer, part)
+
+
+def test_what_came_early_from_host_memory_cannot_be_told_to_come_from_elsewhere(tmp_path: Path) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS["biases"]))))  # type: ignore[arg-type]
+    placement = place(spec, 2, migrating_layers=frozenset(range(4)))
+    moving = moving_parts(spec, placement, 0, OneRank(spec, placement, 0, ROOM))
+    migrate(moving, Layout.TENSOR, WeightSource.FILE)
+    migrate(moving, Layout.LAYER, WeightSource.HOST)
+    moving.vacate(placement.stages[0])
+    with pytest.raises(ProtocolError, match="were to come from host memory, not from file"):
+        migrate(moving, Layout.TENSOR, WeightSource.FILE)
+
+
+def test_layers_are_cut_behind_moves_of_keys_and_values_and_behind_groups_of_weights() -> None:
+    groups = [[0, 1, 2], [3, 4, 5]]
+    assert cut_behind(groups, frozenset()) == [([0, 1, 2], True), ([3, 4, 5], True)]
+    assert cut_behind(groups, frozenset({1, 5})) == [([0, 1], False), ([2], True), ([3, 4, 5], True)]
+    assert cut_behind(groups, frozenset({2, 3})) == [([0, 1, 2], True), ([3], False), ([4, 5], True)]
+    assert cut_behind([[]], frozenset({1})) == [([], True)]

@@ -6,7 +6,7 @@ in pinned host memory, or from the mapped file. A group of layers at a time, so 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never
 
 from ...proto.commands import MigrateWeights, PrepareMigration
@@ -16,6 +16,8 @@ from ...proto.placement.migration import Migration, PartTransfer, transfers
 from ...proto.placement.plan import Placement
 from ...proto.reports import MigrationPrepared, WeightsMigrated
 from ..links.kv_moves import KvMoves
+from ..moves import Lane
+from .early_parts import EarlyParts
 from .part_store import PartStore
 
 
@@ -24,11 +26,12 @@ class MovingParts:
 
     def __init__(
         self, placement: Placement, rank: Rank, store: PartStore, links: KvMoves,
-        ways: dict[Layout, Migration], free_bytes: Callable[[], int],
+        ways: dict[Layout, Migration], free_bytes: Callable[[], int], lane: Lane,
     ) -> None:
-        """`free_bytes` is asked what this rank could still allocate."""
+        """`free_bytes` is asked what this rank could still allocate. `lane`: of parts that come beside a chunk."""
         self._placement, self._rank, self._store, self._links = placement, rank, store, links
         self._ways, self._free_bytes = ways, free_bytes
+        self._early = EarlyParts(placement, rank, store, ways[Layout.TENSOR], lane)
         self._at = dict.fromkeys(placement.migrating, Layout.LAYER)
         self._away = self._find_away()
 
@@ -36,6 +39,19 @@ class MovingParts:
         """Work of a layout is about to run. Raises `ProtocolError` where weights that it needs are away."""
         if self._away[layout]:
             raise ProtocolError(f"work in the {layout} layout came while weights lie where the other layout needs them")
+
+    def check_stage(self) -> None:
+        """Work of this rank's stage is about to run. Raises `ProtocolError` where its weights have begun to go."""
+        if self._early.has_begun:
+            raise ProtocolError("work in the layer layout came for a stage that was vacated")
+
+    def vacated_behind(self) -> frozenset[int]:
+        """Layers of this rank's stage behind which `vacate` has something to do."""
+        return self._early.last_layers
+
+    def vacate(self, layers: Iterable[int]) -> None:
+        """These layers of this rank's stage, by what is issued so far, run no more before all weights migrate."""
+        self._early.vacate(layers)
 
     def prepare(self, command: PrepareMigration) -> MigrationPrepared:
         """Whether there is room for what is held on the way. Nothing moves yet."""
@@ -53,11 +69,12 @@ class MovingParts:
             if self._at.get(layer) is command.to or layer not in self._at:
                 raise ProtocolError(f"layer {layer} cannot migrate to where the {command.to} layout needs it")
         moves = transfers(self._placement, command.layers, command.to)
-        received = self._bring(moves, command.source)
+        early = self._early.take(command)
+        received = self._bring(moves, command.source) if early is None else early.byte_count
         self._at.update(dict.fromkeys(command.layers, command.to))
         self._away = self._find_away()
         self._store.settle(all_there=not self._away[command.to])
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started if early is None else early.seconds()
         for move in self._coming(moves):
             self._store.keep(move.layer, move.part)  # once, and no part of what the move takes
         return WeightsMigrated(self._rank, command.to, command.layers, seconds, received)

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.residency.weight_keeper import BACKGROUND_GROUPS, WeightKeeper
-from gearshift.proto.commands import CommitShift, MigrateWeights, PrepareMigration, RunTick
+from gearshift.proto.commands import CommitShift, MigrateWeights, OpenRequest, PrepareMigration, RunTick
 from gearshift.proto.errors import ProtocolError
 from gearshift.proto.generation_result import FinishReason, ShiftFailureKind
 from gearshift.proto.ids import Layout, Rank, RequestId, WeightSource
 from gearshift.proto.reports import MigrationPrepared, WeightsMigrated
 from gearshift.tests.helpers.fake_model import expected_answer
 from gearshift.tests.helpers.migrating_run import (
-    FILE_SECONDS,
-    PEER_SECONDS,
+    SECONDS,
     MigratingGroup,
     MigratingRun,
     new_migrating_run,
@@ -71,6 +70,44 @@ def test_a_shift_is_committed_behind_its_weights_so_that_their_time_counts_as_ex
     assert moves[-1] < commit < step
 
 
+def test_stages_are_vacated_as_the_last_chunk_passes_them_once_host_memory_is_the_fastest_source() -> None:
+    run = new_migrating_run(3, on_host=True)
+    for index in range(2):
+        run.scheduler.submit(plan(index, asked(300, 9, LAYER, TENSOR), 3))
+        run.finish()
+    answers_are_right(run, [(300, 9), (300, 9)])
+    log = run.group.log
+    later = log[next(place for place, one in enumerate(log) if isinstance(one, OpenRequest) and one.request == 1) :]
+    told = [place for place, one in enumerate(later) if isinstance(one, RunTick) and one.vacated]
+    assert [later[place].vacated for place in told] == [(0,), (1,), (2,)]  # type: ignore[union-attr]
+    behind = later[told[-1] + 1 :][: len(ways_of(3)[TENSOR].groups)]
+    assert {(one.to, one.source) for one in behind if isinstance(one, MigrateWeights)} == {(TENSOR, WeightSource.HOST)}
+    assert all(isinstance(one, MigrateWeights) for one in behind)
+
+
+def test_a_prompt_of_one_chunk_vacates_the_stages_behind_it_once_all_ranks_have_agreed() -> None:
+    run = new_migrating_run(3, on_host=True)
+    for index, length in enumerate((40, 20)):
+        run.scheduler.submit(plan(index, asked(length, 9, LAYER, TENSOR), 3))
+        run.finish()
+    answers_are_right(run, [(40, 9), (20, 9)])
+    vacated = [stage for one in run.group.log if isinstance(one, RunTick) for stage in one.vacated]
+    assert vacated[-3:] == [0, 1, 2]
+
+
+def test_nothing_is_vacated_while_another_request_still_works_in_the_layer_layout() -> None:
+    run = new_migrating_run(2, on_host=True)
+    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
+    run.finish()
+    run.settle()
+    before = len(run.group.log)
+    run.scheduler.submit(plan(1, asked(60, 40, LAYER, LAYER), 2))
+    run.scheduler.submit(plan(2, asked(100, 9, LAYER, TENSOR), 2))
+    run.finish()
+    answers_are_right(run, [(100, 9), (60, 40), (100, 9)])
+    assert not any(isinstance(one, RunTick) and one.vacated for one in run.group.log[before:])
+
+
 def test_ranks_are_asked_when_the_request_opens_not_when_its_prompt_is_read() -> None:
     run = new_migrating_run(2)
     run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
@@ -98,12 +135,14 @@ def test_without_a_change_of_layout_nothing_moves() -> None:
     ),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )  # fmt: skip
 @settings(max_examples=80, deadline=None)
 def test_any_mix_of_requests_is_answered_and_each_moves_the_weights_twice_at_most(
-    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], together: bool, in_place: bool
+    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], together: bool, in_place: bool,
+    on_host: bool,
 ) -> None:
-    run = new_migrating_run(ranks, seed=seed, in_place=in_place)
+    run = new_migrating_run(ranks, seed=seed, in_place=in_place, on_host=on_host)
     for index, (length, count, prefill, decode) in enumerate(requests):
         run.scheduler.submit(plan(index, asked(length, count, prefill, decode), ranks))
         if not together:
@@ -125,12 +164,13 @@ def test_any_mix_of_requests_is_answered_and_each_moves_the_weights_twice_at_mos
         min_size=1, max_size=4,
     ),
     st.dictionaries(st.integers(0, 3), st.integers(1, 2), min_size=1),
+    st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_shifts_that_arrive_damaged_are_mended_or_given_up_and_the_weights_come_back_for_them(
-    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], damaging: dict[int, int]
+    ranks: int, seed: int, requests: list[tuple[int, int, Layout, Layout]], damaging: dict[int, int], on_host: bool,
 ) -> None:
-    run = new_migrating_run(ranks, seed=seed)
+    run = new_migrating_run(ranks, seed=seed, on_host=on_host)
     run.group._damaging.update(damaging)
     for index, (length, count, prefill, decode) in enumerate(requests):
         run.scheduler.submit(plan(index, asked(length, count, prefill, decode), ranks))
@@ -212,9 +252,10 @@ def test_a_request_that_cannot_begin_without_its_weights_ends_with_the_reason_an
     assert [ended[index].finish_reason for index in (0, 2)] == [FinishReason.LENGTH] * 2
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("cancel_after", range(0, 40, 3))
-def test_a_request_cancelled_at_any_time_leaves_nothing_behind(cancel_after: int) -> None:
-    run = new_migrating_run(3, seed=cancel_after)
+def test_a_request_cancelled_at_any_time_leaves_nothing_behind(cancel_after: int, on_host: bool) -> None:
+    run = new_migrating_run(3, seed=cancel_after, on_host=on_host)
     run.scheduler.submit(plan(0, asked(60, 20, LAYER, TENSOR), 3))
     run.scheduler.submit(plan(1, asked(60, 20, LAYER, TENSOR), 3))
     for _ in range(cancel_after):
@@ -255,7 +296,7 @@ def migrate(
 
 def test_each_source_is_tried_once_and_the_faster_one_is_kept() -> None:
     keeper = WeightKeeper(2, ways_of(2))
-    took = {WeightSource.PEER: PEER_SECONDS, WeightSource.FILE: FILE_SECONDS}
+    took = SECONDS
     first = migrate(keeper, TENSOR, took)
     assert [command.source for command in first[:2]] == [WeightSource.PEER, WeightSource.FILE]
     assert {command.source for command in migrate(keeper, LAYER, took)} == {WeightSource.PEER}
