@@ -51,7 +51,7 @@ from .group.cluster import Group
 from .group.load_result import LoadResult
 from .group.talk import GroupTalk
 from .policy.planning import GroupSnapshot, plan_request
-from .policy.policy import journeys
+from .policy.policy import Journey, journeys
 from .request_stories import RequestStories
 from .residency.weight_keeper import WeightKeeper, weight_keeper
 from .residency.weight_prices import regret_now
@@ -218,6 +218,10 @@ class Driver:
     @property
     def settings(self) -> DriverSettings:
         return self._settings
+
+    def keep_to(self, allowed: tuple[Journey, ...] | None) -> None:
+        """From now on these pairs of layouts alone, which must be among those there is room for (None: all)."""
+        self._settings = replace_settings(self._settings, journeys=allowed)
 
     @property
     def queue_counts(self) -> tuple[int, int, int]:

@@ -54,6 +54,7 @@ class CostPlace:
     path: Path
     facts: Facts
     at_start: Costs
+    measured: bool = False  # now, and not taken from an earlier start
 
     def learn(self, driver: Driver) -> None:
         """Keep what real work has taught, where it was enough: the next start begins with it.
@@ -76,7 +77,8 @@ def settle_costs(
     facts = cost_facts(driver.spec, cluster, placement, loaded, settings, driver.measuring_plan())
     path = cost_path(facts)
     kept = None if settings.measure else read_kept(path, facts)
-    if kept is not None and still_holds(kept, driver):
+    known = kept is not None and still_holds(kept, driver)
+    if kept is not None and known:
         note("costs of this group are known from before (--measure times them anew)")
         driver.use_costs(kept)
     else:
@@ -86,7 +88,7 @@ def settle_costs(
         if told := told_fit(off):
             warn(f"{told} with --measure")
         keep_costs(path, kept, facts | {WORST_FIT: off})
-    return CostPlace(path, facts, kept)
+    return CostPlace(path, facts, kept, measured=not known)
 
 
 def still_holds(kept: Costs, driver: Driver) -> bool:

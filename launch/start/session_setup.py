@@ -168,6 +168,8 @@ def open_session(
         if measure and costs_are_needed(settings.workers, layouts):
             costs = settle_costs(driver, cluster.now, placement, loaded, settings)
             _tell_differences(driver, cluster.hellos, settings, device_kind)
+            if costs.measured and device_kind != "cpu":
+                _compare_layouts(driver, layouts)
         driver.restart_by(cluster.regroup)
         if layouts.prefill is None or layouts.prefill is not layouts.decode:
             _time_migration(driver)
@@ -183,6 +185,13 @@ def _local(settings: GroupSettings, start: int, links: LinkOptions) -> AbstractC
         workers=settings.workers, device=settings.device, threads_per_worker=settings.threads, link_options=links,
         start=start,
     )  # fmt: skip
+
+
+def _compare_layouts(driver: Driver, layouts: LayoutSettings) -> None:
+    """A group's first start on cards: on the CPU all layouts run the same code, on the same cores."""
+    from .layout_check import check_layouts  # late: NumPy, and rarely
+
+    check_layouts(driver, left_open=layouts.prefill is None and layouts.decode is None)
 
 
 def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) -> DriverSettings:

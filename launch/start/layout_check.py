@@ -1,0 +1,129 @@
+"""Whether the layouts of a running group say the same: a made-up prompt and a few tokens in each, logits side by side.
+
+What every layout computes is the same but for rounding, so a link, a kernel or a card that goes wrong in one of them
+alone shows here, before anybody relies on it. A row or two may lie where rounding decides; most cannot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...coordinator.chunks.plan import Fixed
+from ...coordinator.driver import Driver
+from ...coordinator.evaluation import collect_logits
+from ...coordinator.generation import GenerationRequest, TokenEvent
+from ...coordinator.one_request import generate
+from ...coordinator.policy.policy import Journey, journeys
+from ...proto.ids import Layout
+from ...proto.sampling import SamplingParameters
+from ..console import note, warn
+
+PROMPT_TOKENS, STEPS = 40, 8
+COMPARED_ROWS = 16  # the prompt's last and the steps'
+MOST_DIVERGENCE = 0.01  # Kullback-Leibler, of the median row
+NEAR_TIE = 0.05  # of logits: here rounding may choose another token
+STEP_TIE = 0.5  # the same of captured steps, whose activations are in int8
+MOST_PARTED = 0.25  # of the rows, that choose another one beyond a near-tie
+DAMAGED = 10  # times as much divergence, or three times as many rows: nothing that rounding does
+
+USUAL: Journey = (Layout.LAYER, Layout.LAYER)  # what others are held against: no sum over ranks is in it
+OTHERS: tuple[Journey, ...] = ((Layout.TENSOR, Layout.TENSOR), (Layout.LAYER, Layout.TENSOR))  # the latter: a shift
+Rows = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutDifference:
+    """One pair of layouts against `USUAL`: divergence of the median row, shares of rows and of greedy tokens."""
+
+    journey: Journey
+    divergence: float
+    parted_rows: float
+    parted_tokens: float
+
+    @property
+    def agrees(self) -> bool:
+        """False for anything that is no number."""
+        parted = max(self.parted_rows, self.parted_tokens)
+        return self.divergence <= MOST_DIVERGENCE and parted <= MOST_PARTED
+
+    @property
+    def damaged(self) -> bool:
+        """So far off that answers would be of no use."""
+        parted = max(self.parted_rows, self.parted_tokens)
+        return not (self.divergence <= DAMAGED * MOST_DIVERGENCE and parted <= 3 * MOST_PARTED)
+
+    @property
+    def told(self) -> str:
+        return (
+            f"{self.journey[0]}->{self.journey[1]}: KL {self.divergence:.2g} in the median of {COMPARED_ROWS} rows; "
+            f"beyond near-ties {self.parted_rows:.0%} of them and {self.parted_tokens:.0%} of {STEPS} tokens differ"
+        )
+
+
+def check_layouts(driver: Driver, *, left_open: bool) -> None:
+    """Compare, and tell. Where one is damaged and they were `left_open`, requests keep to the layer layout."""
+    found = compare_layouts(driver)
+    wrong = [one.told for one in found if not one.agrees]
+    if found and not wrong:
+        worst = max(found, key=lambda one: one.divergence)
+        note(f"layouts compared on a made-up prompt: they agree ({worst.told})")
+    for told in wrong:
+        warn(f"this layout's logits are not those of layer->layer: {told}")
+    if left_open and any(one.damaged for one in found):
+        warn("only the layer layout is used; look for what is wrong with the cards or their links (gearshift doctor)")
+        driver.keep_to((USUAL,))
+
+
+def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
+    """With no request open. OTHERS, as far as there is room for them; empty where nothing can be compared."""
+    room = journeys(driver.placement.ranks, None, None, driver.settings.journeys)
+    others = [journey for journey in OTHERS if journey in room]
+    if USUAL not in room or not others:
+        return ()
+    prompt = np.random.default_rng(0).integers(0, driver.spec.vocab, PROMPT_TOKENS).tolist()
+    written = {journey: _greedy(driver, prompt, journey) for journey in (USUAL, *others)}
+    ids = [*prompt, *written[USUAL]]
+    usual = _rows(driver, ids, USUAL)
+    return tuple(difference(one, usual, _rows(driver, ids, one), written[USUAL], written[one]) for one in others)
+
+
+def difference(
+    journey: Journey, usual: Rows, rows: Rows, usual_tokens: Sequence[int], tokens: Sequence[int]
+) -> LayoutDifference:
+    """`usual`, `rows`: logits [COMPARED_ROWS, V] of the same ids; the last STEPS and one are those of the tokens.
+
+    Tokens count up to the first that differs: what follows answers another text.
+    """
+    wanted, found = _log_softmax(usual), _log_softmax(rows)
+    divergence = np.median((np.exp(wanted) * (wanted - found)).sum(axis=-1))
+    # Parted: the row's choice is no near-tie in the other's eyes.
+    lost = usual.max(axis=-1) - np.take_along_axis(usual, rows.argmax(axis=-1)[:, None], axis=-1)[:, 0]
+    parted_rows = 1 - np.mean(lost <= NEAR_TIE)
+    first = next((n for n, (a, b) in enumerate(zip(usual_tokens, tokens, strict=True)) if a != b), len(tokens))
+    parted_tokens = 0.0
+    if first < len(tokens):
+        row = usual[len(usual) - 1 - len(tokens) + first]
+        if not row.max() - row[tokens[first]] <= STEP_TIE:
+            parted_tokens = 1 - first / len(tokens)
+    return LayoutDifference(journey, float(divergence), float(parted_rows), parted_tokens)
+
+
+def _greedy(driver: Driver, prompt: Sequence[int], journey: Journey) -> list[int]:
+    request = GenerationRequest(
+        tuple(prompt), STEPS, SamplingParameters(temperature=0.0), prefill=journey[0], decode=journey[1],
+        chunk_rule=Fixed((PROMPT_TOKENS,)),
+    )  # fmt: skip
+    return [event.token.token for event in generate(driver, request) if isinstance(event, TokenEvent)]
+
+
+def _rows(driver: Driver, ids: Sequence[int], journey: Journey) -> Rows:
+    rows, _ = collect_logits(driver, ids, PROMPT_TOKENS, *journey, Fixed((PROMPT_TOKENS,)))
+    return rows[-COMPARED_ROWS:]
+
+
+def _log_softmax(rows: Rows) -> Rows:
+    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
+    result: Rows = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

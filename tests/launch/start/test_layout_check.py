@@ -1,0 +1,94 @@
+"""A group's first start on cards compares the layouts, and keeps to one where they differ."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gearshift.coordinator.driver import Driver
+from gearshift.coordinator.generation import GenerationRequest
+from gearshift.launch.start import layout_check
+from gearshift.launch.start.layout_check import (
+    COMPARED_ROWS,
+    STEPS,
+    USUAL,
+    LayoutDifference,
+    check_layouts,
+    compare_layouts,
+    difference,
+)
+from gearshift.proto.errors import LayoutRefusedError
+from gearshift.proto.ids import Layout
+from gearshift.tests.helpers.answers import GREEDY, answer
+from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.tests.helpers.running_groups import RunningGroups
+
+TENSOR = (Layout.TENSOR, Layout.TENSOR)
+USUAL_TOKENS = list(range(STEPS))
+
+
+def usual_rows() -> np.ndarray:
+    """Each row's choice leads by 1; the last STEPS + 1 rows choose USUAL_TOKENS, and one more."""
+    rows = np.random.default_rng(3).normal(0, 0.1, (COMPARED_ROWS, 50))
+    for row in range(COMPARED_ROWS):
+        rows[row, (row - (COMPARED_ROWS - 1 - STEPS)) % 50] = 2.0
+    return rows
+
+
+def against(rows: np.ndarray, tokens: list[int] = USUAL_TOKENS) -> LayoutDifference:
+    return difference(TENSOR, usual_rows(), rows, USUAL_TOKENS, tokens)
+
+
+def test_rounding_and_a_row_that_it_decides_are_no_difference() -> None:
+    rows = usual_rows() + np.random.default_rng(4).normal(0, 0.01, (COMPARED_ROWS, 50))
+    rows[5] = np.roll(rows[5], 7)
+    assert against(rows).agrees
+
+
+def test_rows_that_say_something_else_are_a_difference() -> None:
+    for rows in (np.roll(usual_rows(), 3, axis=1), np.full((COMPARED_ROWS, 50), np.nan)):
+        assert against(rows).damaged
+        assert not against(rows).agrees
+    flat = against(usual_rows() * 0.7)
+    assert not flat.agrees, "the same choices, and other probabilities"
+    assert not flat.damaged
+
+
+def test_greedy_tokens_part_where_they_are_no_near_tie() -> None:
+    assert not against(usual_rows(), [0, 1, 9, 9, 9, 9, 9, 9]).agrees
+    assert against(usual_rows(), [0, 1, 2, 3, 4, 5, 6, 9]).agrees, "the last alone"
+    near = usual_rows()
+    near[COMPARED_ROWS - 1 - STEPS + 2, 9] = 1.8  # where the third token is chosen
+    assert difference(TENSOR, near, near, USUAL_TOKENS, [0, 1, 9, 9, 9, 9, 9, 9]).agrees
+
+
+@pytest.fixture
+def driver(groups: RunningGroups, tmp_path: Path) -> Iterator[Driver]:
+    driver = groups.load(build_model(tmp_path / "model.gguf", layers=4, heads=4, kv_heads=2), 2, context_tokens=256)
+    yield driver
+    driver.keep_to(None)
+
+
+def test_layouts_of_a_sound_group_agree(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare_layouts(driver)
+    assert [one.journey for one in found] == [TENSOR, (Layout.LAYER, Layout.TENSOR)]
+    assert all(one.agrees and one.divergence < 1e-6 for one in found)
+    check_layouts(driver, left_open=True)
+    assert "they agree" in capsys.readouterr().err
+    assert driver.settings.journeys is None
+
+
+def test_where_they_differ_the_layer_layout_alone_is_used(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layout_check, "compare_layouts", lambda _: (LayoutDifference(TENSOR, 0.4, 0.9, 0.0),))
+    check_layouts(driver, left_open=False)
+    assert "tensor->tensor: KL 0.4" in capsys.readouterr().err
+    assert driver.settings.journeys is None, "they were asked for"
+    check_layouts(driver, left_open=True)
+    assert "only the layer layout is used" in capsys.readouterr().err
+    result = answer(driver, GenerationRequest((1, 2, 3), 4, GREEDY))
+    assert (result.prefill.layout, result.decode.layout) == USUAL
+    with pytest.raises(LayoutRefusedError):
+        answer(driver, GenerationRequest((1, 2, 3), 4, GREEDY, prefill=Layout.TENSOR, decode=Layout.TENSOR))
