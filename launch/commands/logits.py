@@ -58,6 +58,7 @@ def logits(
     residency: flags.ResidencyFlag = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
+    trace: flags.TraceFile = None,
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
     arguments = locals()
@@ -79,7 +80,7 @@ def logits(
         )
     chosen = current_settings({"context": context})
     context_wish = wish_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
-    with open_session(opened, settings, layouts, context_wish) as session:
+    with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
         rows, result = collect_logits(
             session.driver,
             tokens,

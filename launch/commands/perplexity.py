@@ -49,6 +49,7 @@ def perplexity(
     residency: flags.ResidencyFlag = None,
     no_peer: flags.NoPeer = None,
     throttle_link: flags.ThrottleLink = None,
+    trace: flags.TraceFile = None,
     as_json: flags.Json = False,
 ) -> None:
     """Perplexity of a text, window by window, the second half of each scored (as llama.cpp defines it)."""
@@ -67,7 +68,7 @@ def perplexity(
         )
     special = opened.tokenizer.special
     begin = special.bos if special.add_bos and not isinstance(source, PromptTokens) else None
-    with open_session(opened, settings, layouts, context) as session:
+    with open_session(opened, settings, layouts, context, trace_path=trace) as session:
         found = measure_perplexity(
             session.driver, tokens, context, begin, layouts.prefill, layouts.chunk_rule, _tell_window
         )

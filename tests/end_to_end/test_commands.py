@@ -11,6 +11,7 @@ import pytest
 from gearshift.launch.command_line import app
 from gearshift.tests.helpers.commands import answer, cost, gearshift, tokens_file
 from gearshift.tests.helpers.layouts import some_ids
+from gearshift.tests.helpers.trace_checks import read_trace, total_seconds
 
 NEAR_TIE = 0.02  # of two logprobs
 
@@ -270,15 +271,18 @@ def test_logits_are_those_of_the_reference_across_the_shift(
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-3)
 
 
-def test_perplexity_of_ids_is_one_line_of_json(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    ids = tokens_file(tmp_path, some_ids(128, count=70))
-    words = ("--tokens-file", ids, "-c", "32", "--threads", "1", "--json")
+def test_perplexity_of_ids_is_one_line_of_json_and_can_be_traced(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    ids, trace = tokens_file(tmp_path, some_ids(128, count=70)), tmp_path / "trace.json"
+    words = ("--tokens-file", ids, "-c", "32", "--threads", "1", "--json", "--trace", trace)
     lines = gearshift("perplexity", tiny_model("llama-yarn"), *words).stdout.splitlines()
     assert len(lines) == 1
     facts = json.loads(lines[0])
     assert_typed(facts, {"value": float, "standard_error": float, "windows": int, "scored_tokens": int})
     assert (facts["windows"], facts["scored_tokens"]) == (2, 30)
     assert facts["value"] > 1
+    assert total_seconds(read_trace(trace), 2, "chunk") > 0
 
 
 @pytest.mark.slow
