@@ -196,7 +196,9 @@ def _fit(candidate: Candidate, case: FitCase, context: int, pools: Sequence[Pool
             f"({tight.pool.why}); {wish.tokens} would need {told_bytes(tight.needed_bytes)}"
         )
     elif not wish.asked:
-        notes.append(f"context: {context} tokens (--context names another)")
+        most = largest_context(case, pools, max(context, case.spec.trained_context))
+        beyond = f"; up to {most} fit" if most > context else ""
+        notes.append(f"context: {context} tokens (--context names another{beyond})")
     warnings = (candidate.warning,) if candidate.warning else ()
     return Fit(case, context, case.memory(context), tuple(notes), warnings)
 

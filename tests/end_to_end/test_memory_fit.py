@@ -77,7 +77,7 @@ def test_f29_without_a_context_the_usual_one_is_taken_and_told(
     with open_session(long_model, settings_for(), FREE, wish, gather=gather) as session:
         assert session.driver.settings.context_tokens == 4096
         assert as_planned(session.driver.memory())
-    assert "context: 4096 tokens (--context names another)" in capsys.readouterr().err
+    assert "context: 4096 tokens (--context names another; up to 131072 fit)" in capsys.readouterr().err
 
 
 def test_f29_a_context_of_its_own_choice_shrinks_to_what_fits_and_is_told(

@@ -154,6 +154,13 @@ def test_what_fits_is_taken_and_told() -> None:
     assert (asked.context_tokens, asked.notes) == (4096, ())
 
 
+def test_the_largest_context_that_would_fit_is_announced() -> None:
+    room = tight_pools(CASE, 1_536)
+    assert largest_context(CASE, room, CASE.spec.trained_context) == 1_536
+    fit = chosen(CASE, room, 1024, asked=False)
+    assert fit.notes == ("context: 1024 tokens (--context names another; up to 1536 fit)",)
+
+
 def test_a_context_that_was_not_asked_for_becomes_the_largest_that_fits_and_is_told() -> None:
     fit = chosen(CASE, tight_pools(CASE, 3072), 4096, asked=False)
     assert (fit.context_tokens, fit.case) == (3072, CASE)
