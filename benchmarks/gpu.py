@@ -211,7 +211,9 @@ def main() -> None:
         tell(machine_facts([hello.device for hello in cluster.hellos]))
         driver = Driver(cluster, spec, place(spec, options.workers), settings)
         loaded = driver.load()
-        tell({"load_s": round(loaded.seconds, 2), "weight_bytes": loaded.weight_bytes, "kv_bytes": loaded.kv_bytes})
+        file_bytes = sum(file.byte_count for file in spec.files)
+        tell({"load_s": round(loaded.seconds, 2), "file_GB/s": round(file_bytes / loaded.seconds / 1e9, 2),
+              "weight_bytes": loaded.weight_bytes, "kv_bytes": loaded.kv_bytes})  # fmt: skip
         decoded = Layout(options.decode or (Layout.TENSOR if options.workers > 1 else Layout.LAYER))
         pair = (decoded, decoded)
         links = links_here()

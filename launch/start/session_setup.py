@@ -256,10 +256,12 @@ def check_kv_format(spec: ModelSpec, kv_format: KvFormat | None) -> None:
 def _tell_loaded(spec: ModelSpec, loaded: LoadResult, context_tokens: int) -> None:
     held = sum(loaded.weight_bytes) / 2**20
     kv = f"{loaded.kv_format.key}/{loaded.kv_format.value}"
+    file_gigabytes = sum(file.byte_count for file in spec.files) / 1e9
     note(
         f"{spec.name}: {held:,.0f} MiB of weights in {loaded.compute_type}, "
         f"{sum(loaded.kv_bytes) / 2**20:,.0f} MiB of KV in {kv} for {context_tokens} tokens of context "
-        f"(trained for {spec.trained_context}), loaded in {loaded.seconds:.1f} s"
+        f"(trained for {spec.trained_context}), loaded in {loaded.seconds:.1f} s "
+        f"({file_gigabytes / max(loaded.seconds, 1e-3):.2g} GB/s of its file)"
     )
 
 

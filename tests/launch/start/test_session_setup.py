@@ -1,13 +1,18 @@
 """What is decided before a worker is started."""
 
+import msgspec
 import pytest
 
 from gearshift.coordinator.chunks.plan import Auto, Fixed, Sqrt
 from gearshift.coordinator.fit.choice import ContextWish
+from gearshift.coordinator.group.load_result import LoadResult
 from gearshift.launch.settings.options import LayoutSettings
+from gearshift.launch.start import session_setup
 from gearshift.launch.start.session_setup import USUAL_CONTEXT_TOKENS, costs_are_needed, wish_context
 from gearshift.proto.errors import DoesNotFitError
-from gearshift.proto.ids import Layout
+from gearshift.proto.ids import ComputeType, KvType, Layout
+from gearshift.proto.kv import KvFormat
+from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 
 def asked(tokens: int) -> ContextWish:
@@ -59,3 +64,13 @@ def test_costs_are_measured_only_where_something_depends_on_them() -> None:
     assert not needed(2, Layout.LAYER, Layout.TENSOR, Sqrt(1024.0))
     assert not needed(2, Layout.LAYER, Layout.TENSOR, Fixed((64,)))
     assert not needed(2, Layout.TENSOR, Layout.TENSOR, Auto())
+
+
+def test_a_load_is_told_with_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = model_spec([layer_spec()] * 2, vocab=60)
+    spec = msgspec.structs.replace(spec, files=(msgspec.structs.replace(spec.files[0], byte_count=6_000_000_000),))
+    loaded = LoadResult(1.5, ComputeType.BF16, KvFormat(KvType.BF16, KvType.Q8_0), (1 << 30,) * 2, (1 << 20,) * 2)
+    session_setup._tell_loaded(spec, loaded, 4096)
+    told = capsys.readouterr().err
+    assert "2,048 MiB of weights in bf16, 2 MiB of KV in bf16/q8_0 for 4096 tokens" in told
+    assert "loaded in 1.5 s (4 GB/s of its file)" in told
