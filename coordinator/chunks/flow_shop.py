@@ -6,6 +6,7 @@ stage s, the batch's step waits for the slowest of them, and the next tick for t
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -59,27 +60,55 @@ def makespan_of_chunks(
 
 def makespans_of_lists(
     lists: Lists, cached: int, costs: Sequence[ChunkCost], decode_seconds: float = 0.0
-) -> tuple[Seconds, Seconds]:
-    """`makespan_of_chunks` of many lists at once, and the longest time of any chunk on any stage of each list."""
+) -> Seconds:
+    """`makespan_of_chunks` of many lists at once."""
+    worked, counts = _worked(lists, cached, costs)
+    if decode_seconds <= 0:
+        return _free_makespans(worked)
+    durations, chunks = np.diff(worked, axis=1), lists.shape[1]
+    ticks = np.zeros((chunks + len(costs) - 1, lists.shape[0]))
+    for stage, of_stage in enumerate(durations):
+        window = ticks[stage : stage + chunks]
+        np.maximum(window, of_stage, out=window)
+    total: Seconds = ticks.sum(axis=0) + decode_seconds * (counts + len(costs) - 1)
+    return total
+
+
+def longest_of_lists(lists: Lists, cached: int, costs: Sequence[ChunkCost]) -> Seconds:
+    """The longest time of any chunk on any stage of each list."""
     before = cached + np.cumsum(lists, axis=1) - lists
     pairs = lists * (2 * before + lists)
     real = lists > 0
-    durations = [cost.per_chunk * real + cost.per_token * lists + cost.per_pair * pairs for cost in costs]
-    longest = np.max([duration.max(axis=1) for duration in durations], axis=0)
-    if decode_seconds <= 0:
-        return _free_makespans(durations), longest
-    ticks = np.zeros((lists.shape[0], lists.shape[1] + len(costs) - 1))
-    for stage, duration in enumerate(durations):
-        window = ticks[:, stage : stage + lists.shape[1]]
-        np.maximum(window, duration, out=window)
-    return ticks.sum(axis=1) + decode_seconds * (real.sum(axis=1) + len(costs) - 1), longest
+    durations = (cost.per_chunk * real + cost.per_token * lists + cost.per_pair * pairs for cost in costs)
+    longest: Seconds = np.max([duration.max(axis=1) for duration in durations], axis=0)
+    return longest
 
 
-def _free_makespans(durations: Sequence[Seconds]) -> Seconds:
+def _worked(lists: Lists, cached: int, costs: Sequence[ChunkCost]) -> tuple[Seconds, Lists]:
+    """Seconds of work that each stage has done once it has ended each chunk, [stages, 1 + chunks, lists]; 0 at first.
+
+    And each list's chunks. Lists come last: numpy is quick along the last axis, and slow to go along a short one.
+    """
+    rows, width = lists.shape
+    counts = (lists > 0).sum(axis=1)
+    done = np.empty((3, width, rows))  # chunks, tokens, pairs
+    np.minimum(np.arange(1, width + 1)[:, None], counts, out=done[0])
+    done[1] = np.cumsum(lists, axis=1).T
+    np.multiply(done[1], done[1] + 2 * cached, out=done[2])
+    factors = np.array([(cost.per_chunk, cost.per_token, cost.per_pair) for cost in costs])
+    worked = np.zeros((len(costs), 1 + width, rows))
+    worked[:, 1:] = (factors @ done.reshape(3, -1)).reshape(len(costs), width, rows)
+    return worked, counts
+
+
+def _free_makespans(worked: Seconds) -> Seconds:
     """A stage ends chunk k at its work up to k, plus the longest that it ever had to wait for: a running maximum."""
-    ended = np.cumsum(durations[0], axis=1)
-    for duration in durations[1:]:
-        worked = np.cumsum(duration, axis=1)
-        ended = worked + np.maximum.accumulate(ended - (worked - duration), axis=1)
-    last: Seconds = ended[:, -1]
-    return last
+    ended = worked[0, 1:]
+    for stage in worked[1:-1]:
+        waited = ended - stage[:-1]
+        for before, after in pairwise(waited):
+            np.maximum(before, after, out=after)
+        ended = stage[1:] + waited
+    if len(worked) == 1:
+        return np.asarray(ended[-1])
+    return np.asarray(worked[-1, -1] + (ended - worked[-1, :-1]).max(axis=0))

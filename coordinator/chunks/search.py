@@ -34,7 +34,7 @@ def best_chunks(task: Task) -> tuple[Chunks, float]:
     descents = THOROUGH_DESCENTS if task.short else 1
     kinds = [equal_starts(task)]
     if not _stages_are_equal(task):
-        kinds += [ramps(task), few_chunks(task)]
+        kinds = [together([*kinds, ramps(task)]), few_chunks(task)]
     return _best_descent(task, kinds, descents)
 
 

@@ -127,16 +127,14 @@ def ramps(task: Task) -> Lists:
     slowest = seconds.index(max(seconds))
     rising = _ratios(seconds[slowest], seconds[:slowest])
     falling = _ratios(seconds[slowest], seconds[slowest + 1 :])
-    shapes = np.array(list(product(counts, rising, falling, (2.5, HUGE))))
-    count, up, down, top = shapes.T[:, :, None]
-    chunk = np.arange(max(counts))[None, :]
-    behind = (count - 1 - chunk).astype(np.int64)
-    steps, row = np.arange(LONGEST_RAMP + 1)[None, :], np.arange(len(shapes))[:, None]
-    rise, fall = (
-        (up**steps)[row, np.minimum(chunk, LONGEST_RAMP)],
-        (down**steps)[row, np.clip(behind, 0, LONGEST_RAMP)],
-    )
-    weights = np.minimum(np.minimum(rise, fall), top) * (behind >= 0)
+    shapes = np.array(list(product(counts, range(len(rising)), range(len(falling)), (0, 1))))
+    count, up, down, top = shapes.T
+    chunk = np.arange(max(counts))
+    behind = count[:, None] - 1 - chunk
+    steps = np.arange(LONGEST_RAMP + 1)
+    rise = (np.array(rising)[:, None] ** steps)[up][:, np.minimum(chunk, LONGEST_RAMP)]
+    fall = (np.array(falling)[:, None] ** steps)[down[:, None], np.clip(behind, 0, LONGEST_RAMP)]
+    weights = np.minimum(np.minimum(rise, fall), np.array((2.5, HUGE))[top][:, None]) * (behind >= 0)
     return _on_grid(task, task.costs[slowest], weights, behind)
 
 

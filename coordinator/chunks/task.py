@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ..costs.cost_model import ChunkCost
-from .flow_shop import Lists, Seconds, makespans_of_lists
+from .flow_shop import Lists, Seconds, longest_of_lists, makespans_of_lists
 
 SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
@@ -60,15 +60,16 @@ class Task:
 
     def prices(self, lists: Lists) -> Seconds:
         """Makespans in seconds; infinite for lists that break a rule. Zeros end a list."""
-        seconds, longest = makespans_of_lists(lists, self.cached, self.costs, self.decode_seconds)
-        inner = np.where(lists[:, 1:] > 0, lists[:, :-1], self.minimum)  # all but the last
-        broken = (
-            (longest > self.longest_seconds * (1 + 1e-9))
-            | (lists.max(axis=1) > self.max_chunk)
-            | (lists.min(axis=1) < 0)
-            | (inner < self.minimum).any(axis=1)
-        )
-        return np.where(broken, inf, seconds)
+        seconds = makespans_of_lists(lists, self.cached, self.costs, self.decode_seconds)
+        chunks = np.ascontiguousarray(lists.T)
+        broken = (chunks.max(axis=0) > self.max_chunk) | (chunks.min(axis=0) < 0)
+        if len(chunks) > 1:
+            inner = np.where(chunks[1:] > 0, chunks[:-1], self.minimum)  # all but the last
+            broken |= inner.min(axis=0) < self.minimum
+        if self.longest_seconds < inf:
+            broken |= longest_of_lists(lists, self.cached, self.costs) > self.longest_seconds * (1 + 1e-9)
+        seconds[broken] = inf
+        return seconds
 
 
 def longest_within(cost: ChunkCost, cached: float, seconds: float) -> float:

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearshift.coordinator.chunks.flow_shop import Lists, makespan_of_chunks, makespans_of_lists
+from gearshift.coordinator.chunks.flow_shop import (
+    Lists,
+    longest_of_lists,
+    makespan_of_chunks,
+    makespans_of_lists,
+)
 from gearshift.coordinator.chunks.search import best_chunks
 from gearshift.coordinator.chunks.task import Task, longest_within
 from gearshift.coordinator.costs.cost_model import ChunkCost
@@ -35,7 +40,8 @@ def best_of_all(task: Task) -> float:
     pieces, apart = ceil(task.tokens / task.grid), task.minimum // task.grid
     ends = np.minimum(every_cut(pieces, apart) * task.grid, task.tokens)
     lists = np.diff(ends, axis=1, prepend=0)
-    seconds, longest = makespans_of_lists(lists, task.cached, task.costs, task.decode_seconds)
+    seconds = makespans_of_lists(lists, task.cached, task.costs, task.decode_seconds)
+    longest = longest_of_lists(lists, task.cached, task.costs)
     allowed = (longest <= task.longest_seconds) & (lists.max(axis=1) <= task.max_chunk)
     return float(seconds[allowed].min())
 
@@ -141,7 +147,8 @@ def test_many_lists_are_priced_as_each_alone(
     chunks: list[int], costs: list[ChunkCost], cached: int, decode_seconds: float
 ) -> None:
     lists = np.array([[*chunks, 0, 0], [*chunks[::-1], 0, 0], [sum(chunks)] + [0] * (len(chunks) + 1)])
-    seconds, longest = makespans_of_lists(lists, cached, costs, decode_seconds)
+    seconds = makespans_of_lists(lists, cached, costs, decode_seconds)
+    longest = longest_of_lists(lists, cached, costs)
     for row, price, slowest in zip(lists, seconds, longest, strict=True):
         alone = [int(tokens) for tokens in row if tokens]
         assert price == pytest.approx(makespan_of_chunks(alone, cached, costs, decode_seconds))
