@@ -22,13 +22,15 @@ from gearshift.benchmarks.kernel_cases import TIMED, Case, Launch, Sizes, produc
 from gearshift.benchmarks.kernel_step_cases import all_cases
 from gearshift.worker.kernels import quant_ops
 
-# (rows, columns, type) of an 8B's parts at two ranks, the head last
+# (rows, columns, type) of an 8B's parts at two ranks, the head last; then of a 32B's
 MATRICES = [
     (2560, 4096, "Q4_K"), (512, 4096, "Q6_K"), (4096, 2048, "Q4_K"), (14336, 4096, "Q4_K"), (4096, 7168, "Q4_K"),
-    (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"),
+    (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"), (3072, 5120, "Q5_K"), (5120, 2560, "Q5_K"), (27648, 5120, "Q5_K"),
+    (5120, 13824, "Q5_K"), (5120, 13824, "Q6_K"),
 ]  # fmt: skip
 BATCH_TILES = [(1, 8, 2), (1, 16, 1), (1, 8, 3), (1, 4, 4), (2, 8, 1), (2, 4, 2)]
 TILES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)]
+GROUPS = (8, 16, 32, 64, 128, 256)  # of 64 columns at a time
 LAUNCHES = 64  # a graph
 COPIED_BYTES = 1 << 30
 
@@ -102,11 +104,16 @@ def measure(case: Case, limits: Limits | None, checked: bool = True) -> bool:
 
 def try_tiles(batch: int, limits: Limits) -> None:
     for rows, columns, type_name in MATRICES:
-        groups = quant_ops.triton.next_power_of_2(columns // 64)
-        tiles: list[tuple[int, ...]] = [*TILES] if batch <= quant_ops.MOST_SINGLE else [*BATCH_TILES]
+        tiles: list[tuple[int, ...]] = [*BATCH_TILES]
+        if batch <= quant_ops.MOST_SINGLE:
+            most = quant_ops.triton.next_power_of_2(columns // 64)
+            tiles = [
+                (*tile, groups)
+                for tile in TILES
+                for groups in GROUPS
+                if groups <= most and 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16
+            ]
         for tile in tiles:
-            if batch <= quant_ops.MOST_SINGLE and not 32 * tile[1] <= tile[0] * groups * 2 <= 32 * tile[1] * 16:
-                continue
             measure(product(rows, columns, type_name, batch, tile), limits, checked=False)
 
 

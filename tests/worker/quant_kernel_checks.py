@@ -54,9 +54,9 @@ def check(type_name: str, rows: int, columns: int, batch: int, seed: int) -> dic
 
 
 def main() -> int:
-    shapes = [(5, 256, 1), (7, 448, 3)]
+    shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
     if not INTERPRETED:
-        shapes = [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16), (9000, 2048, 11)]
+        shapes = [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16), (9000, 2048, 11), (517, 5120, 1), (518, 13824, 1)]
     limits = {"product": 2e-6, "activations": 1e-2, "sums": 1e-5, "expanded": 1e-6, "gathered": 1e-6}
     bad = 0
     for type_name in sorted(FORMATS):

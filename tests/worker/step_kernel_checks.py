@@ -75,11 +75,13 @@ def check_exchange(ranks: int, rows: int, width: int, sent: bool, on_host: bool,
     hidden = [start.clone() for _ in range(ranks)]
     outs = [QuantizedRows.empty(rows, width, DEVICE) for _ in range(ranks)]
 
-    def one_round(rank: int, number: int, exchange: Exchange, onto: torch.Tensor) -> None:
-        own = partials[rank, number]
+    def send(rank: int, number: int, exchange: Exchange) -> None:
         if sent:
-            own.fill_(float("nan"))
+            own = partials[rank, number].fill_(float("nan"))
             multiply(matrices[rank], inputs[rank][number], own, sent=Sent(exchange, 0))
+
+    def add(rank: int, number: int, exchange: Exchange, onto: torch.Tensor) -> None:
+        own = partials[rank, number]
         step_ops.finish_half(own, onto, weight, None, EPSILON, outs[rank], exchange, sent)
 
     # Loading a kernel may wait for those that run: each is loaded once where all that it waits for has come.
@@ -88,16 +90,25 @@ def check_exchange(ranks: int, rows: int, width: int, sent: bool, on_host: bool,
     for rank in range(ranks):
         addresses_of_come = torch.full((ranks,), come.data_ptr(), device=DEVICE)
         warm = Exchange.over(addresses_of_come, ranks, rank, width, on_host)
-        one_round(rank, 0, warm, start.clone())
+        send(rank, 0, warm)
+        add(rank, 0, warm, start.clone())
         torch.cuda.synchronize()
         come.fill_(1 << 32)
     partials.copy_(kept)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     torch.cuda.synchronize()
     for number in range(rounds):
-        for rank in range(ranks):
-            with torch.cuda.stream(streams[rank]):
-                one_round(rank, number, exchanges[rank], hidden[rank])
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                send(rank, number, exchanges[rank])
+        # One device has all ranks here: sums that wait on every multiprocessor would keep another rank's product, whose
+        # share of shared memory is set up otherwise, from starting at all.
+        products = [stream.record_event() for stream in streams] if sent else []
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for product in products:
+                    stream.wait_event(product)
+                add(rank, number, exchanges[rank], hidden[rank])
     torch.cuda.synchronize()
     same = all(torch.equal(hidden[0], other) for other in hidden[1:])
     failed = sum(int(exchange.failed.item()) for exchange in exchanges)

@@ -33,11 +33,12 @@ def source(kernel, types, constants):
 def sources():
     for form in FORMATS.values():
         facts = dict(K=4096, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero)
-        words = dict.fromkeys(("codes", "high", "scales", "supers", "xq"), "*i32") | {"out_stride": "i32", "N": "i32"}
+        words = dict.fromkeys(("codes", "high", "scales", "supers", "xq"), "*i32") | {"N": "i32"}
         words["supers"] = "*fp16" if form.name == "Q6_K" else "*i32"
         words |= {"inboxes": "*i64", "sequence": "*i32", "first": "i32"}
         sent = dict(WIDTH=5120, RANKS=4, RANK=1, ROWS=16)
-        yield source(quant_triton.multiply_rows, words, facts | dict(B=4, BN=2, G=64, EMULATED=False) | sent)
+        in_turns = facts | dict(K=5120, BN=4, G=16, EMULATED=False)
+        yield source(quant_triton.multiply_rows, words, in_turns | sent)
         raw = dict(high="*u8", scales="*i8", supers="*fp16", ids="*i32", out="*bf16")
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"

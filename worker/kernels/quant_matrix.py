@@ -4,6 +4,8 @@ A chunk of a prompt expands matrices into one bf16 workspace, some rows at a tim
 there by the library. Types without planes are held in bf16 from load on.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -14,6 +16,7 @@ from .quant_ops import QuantizedRows, Sent
 from .quant_planes import Planes
 
 WORKSPACE_BYTES = 256 << 20
+ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
 
 Piece = Planes | Tensor  # a dense piece is bf16 [rows, columns]
@@ -39,8 +42,15 @@ class Workspace:
         return self._flat[: rows * columns].view(rows, columns)
 
     @staticmethod
-    def rows_at_once(columns: int) -> int:
-        return max(1, WORKSPACE_BYTES // (2 * columns))
+    def row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+        """[first, end) of the rows of a matrix that have room at once: runs of much the same length."""
+        most = max(1, WORKSPACE_BYTES // (2 * columns))
+        runs = -(-rows // most)
+        each = -(-rows // runs)
+        if most >= ROWS_TOGETHER:
+            each = min(-(-each // ROWS_TOGETHER), most // ROWS_TOGETHER) * ROWS_TOGETHER
+        for first in range(0, rows, each):
+            yield first, min(rows, first + each)
 
     @property
     def byte_count(self) -> int:
@@ -129,15 +139,10 @@ def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | No
     rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    at_once = Workspace.rows_at_once(columns)
-    for first in range(0, rows, at_once):
-        end = min(rows, first + at_once)
+    for first, end in Workspace.row_runs(rows, columns):
         weight = matrices[0].workspace.matrix(end - first, columns)
         _expand_rows(pieces, first, end, weight)
-        if first == 0 and end == rows:
-            torch.mm(x_TC, weight.T, out=out)
-        else:
-            out[:, first:end] = x_TC @ weight.T
+        torch.mm(x_TC, weight.T, out=out[:, first:end])
     return out
 
 
@@ -155,19 +160,14 @@ def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor
     rows, columns = matrices[0].rows, x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    at_once = Workspace.rows_at_once(columns)
-    for first in range(0, rows, at_once):
-        end = min(rows, first + at_once)
+    for first, end in Workspace.row_runs(rows, columns):
         weight = matrices[0].workspace.matrix(end - first, columns)
         left = 0
         for matrix in matrices:
             if matrix.held_columns:
                 _expand_rows(matrix.pieces, first, end, weight[:, left : left + matrix.held_columns])
             left += matrix.held_columns
-        if first == 0 and end == rows:
-            torch.mm(x_TC, weight.T, out=out)
-        else:
-            out[:, first:end] = x_TC @ weight.T
+        torch.mm(x_TC, weight.T, out=out[:, first:end])
     return out
 
 

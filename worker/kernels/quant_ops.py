@@ -108,8 +108,7 @@ def multiply(
     `tile`: as `usual_tile` or `usual_batch_tile` would give it.
     """
     if x.rows <= MOST_SINGLE:
-        groups = triton.next_power_of_2(planes.columns // 64)
-        _multiply_rows(planes, x, out, groups, tile or usual_tile(planes.rows, groups), sent)
+        _multiply_row(planes, x, out, tile or usual_tile(planes.rows, planes.columns // 64), sent)
     elif EMULATED:  # NVRTC has no interpreter: the plain twin
         assert sent is None, "only devices send"
         out.copy_(x.expanded(torch.float32) @ dequantize(planes).T)
@@ -163,31 +162,37 @@ def usual_batch_tile(rows: int) -> tuple[int, int, int]:
     return (1, 8, 2) if rows >= 2048 else (1, 16, 1)
 
 
-def _multiply_rows(
-    planes: Planes, x: QuantizedRows, out: Tensor, groups: int, tile: tuple[int, ...], sent: Sent | None
+def _multiply_row(
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...], sent: Sent | None
 ) -> None:
     form, exchange = planes.format, sent.exchange if sent else None
-    rows_a_program, warps = tile
+    rows_a_program, warps, groups = tile
     signed_scales = form.scale_kind is ScaleKind.SUPER_SIGNED
     multiply_rows[(triton.cdiv(planes.rows, rows_a_program),)](
         _words(planes.codes), _words(planes.high), _words(planes.scales),
         planes.supers if signed_scales else planes.supers.view(torch.int32),
-        _words(x.codes), x.scales, x.sums_16, x.sums_32, out, out.stride(0), exchange.inboxes if exchange else out,
+        _words(x.codes), x.scales, x.sums_16, x.sums_32, out, exchange.inboxes if exchange else out,
         exchange.sums_sequence if exchange else out, sent.first if sent else 0, planes.rows,
         K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
-        B=x.rows, BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
+        BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
         RANKS=exchange.ranks if exchange else 1, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
         EMULATED=EMULATED, num_warps=warps,
     )  # fmt: skip
 
 
-def usual_tile(rows: int, groups: int) -> tuple[int, int]:
-    """Few rows: (rows of the matrix a program, warps): 8 to 16 words of codes a thread, and programs enough for all."""
-    if groups >= 128:  # measured on an H200, as are the others
-        return max(1, 256 // groups), 8
-    if groups == 64:
-        return (4, 4) if rows >= 8192 else (2, 4)
-    return max(1, 128 // groups), 4
+def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:
+    """One row of activations: (rows of the matrix a program, warps, groups of 64 columns at a time)."""
+    # Measured on an H200. Rows that fill half of a power of two or little more go in turns instead.
+    if groups == 80:
+        return 4, 2, 16
+    if groups == 216:
+        return 2, 4, 64
+    together = triton.next_power_of_2(groups)
+    if together >= 128:
+        return max(1, 256 // together), 8, together
+    if together == 64:
+        return *((4, 4) if rows >= 8192 else (2, 4)), together
+    return max(1, 128 // together), 4, together
 
 
 def expand(planes: Planes, out: Tensor) -> None:

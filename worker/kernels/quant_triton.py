@@ -107,24 +107,43 @@ def quantize_rows(
 
 @triton.jit
 def multiply_rows(
-    codes, high, scales, supers, xq, xs, xsum16, xsum32, out, out_stride, inboxes, sequence, first, N,
-    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, B: tl.constexpr,
-    BN: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, EMULATED: tl.constexpr,
+    codes, high, scales, supers, xq, xs, xsum16, xsum32, out, inboxes, sequence, first, N,
+    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr,
+    G: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """out[b, n] = sum over k of W[n, k] x[b, k]: grid (N / BN). A program holds BN whole rows in registers.
+    """out[n] = sum over k of W[n, k] x[k]: grid (N / BN). A program holds BN whole rows in registers.
 
-    Pointers to planes and to `xq` are int32. G: groups of 64 columns, K / 64 rounded up to a power of two.
+    Pointers to planes and to `xq` are int32. G: groups of 64 columns at a time, a power of two; whole rows in as many
+    turns as they need, whose loads are all issued at once.
     RANKS > 1: a partial sum, sent to the other ranks at once as columns `first` + n of rows WIDTH wide.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     here = n < N
-    n = tl.minimum(n, N - 1).to(tl.int64)
-    g = tl.arange(0, G)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    sums = tl.zeros([BN, G], tl.float32)
+    for begin in tl.static_range(0, K // 64, G):
+        sums += _products_of_groups(
+            codes, high, scales, supers, xq, xs, xsum16, xsum32, row, begin, K, BITS, HIGH, KIND, ZERO, G, EMULATED
+        )
+    total = tl.sum(sums, 1)
+    tl.store(out + n, total, mask=here)
+    if RANKS > 1:
+        number = tl.load(sequence) + 1
+        send_words(total, number, inboxes, 0, first + n, here, WIDTH, RANKS, RANK, ROWS)
+
+
+@triton.jit
+def _products_of_groups(
+    codes, high, scales, supers, xq, xs, xsum16, xsum32, n, begin: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """f32 [rows, G]: of rows `n` (int64), the product of each of G groups of 64 columns from group `begin` on."""
+    g = begin + tl.arange(0, G)
     side = tl.arange(0, 2)
     place = tl.arange(0, 4)
     groups: tl.constexpr = K // 64
-    whole: tl.constexpr = groups == G
+    whole: tl.constexpr = groups % G == 0
     inside = g < groups
     gc = tl.minimum(g, groups - 1)
     word = side[:, None] * 4 + place[None, :]  # [2, 4]
@@ -183,33 +202,28 @@ def multiply_rows(
         top_scale = _half_of_word(pair, False)
         top_min = _half_of_word(pair, True)
 
-    for b in tl.static_range(B):
-        x_at = gc[:, None, None] * 16 + word[None]
-        x_low = tl.broadcast_to(tl.load(xq + b * (K // 4) + x_at)[None], [BN, G, 2, 4])
-        x_top = tl.broadcast_to(tl.load(xq + b * (K // 4) + x_at + 8)[None], [BN, G, 2, 4])
-        low_dot = tl.sum(_dot4(low, x_low, BITS == 8, EMULATED), 3)
-        top_dot = tl.sum(_dot4(top, x_top, BITS == 8, EMULATED), 3)
-        s_low = tl.load(xs + b * (K // 32) + gc * 2, mask=inside, other=0.0)
-        s_top = tl.load(xs + b * (K // 32) + gc * 2 + 1, mask=inside, other=0.0)
-        if KIND == 1:
-            at16 = b * (K // 16) + gc[:, None] * 4 + side[None, :]
-            z_low = tl.load(xsum16 + at16, mask=inside[:, None], other=0.0)
-            z_top = tl.load(xsum16 + at16 + 2, mask=inside[:, None], other=0.0)
-            part = low_scale * (s_low[None, :, None] * low_dot.to(tl.float32) - ZERO * z_low[None])
-            part += top_scale * (s_top[None, :, None] * top_dot.to(tl.float32) - ZERO * z_top[None])
-            total = tl.sum(tl.sum(part, 2), 1)
-        else:
-            part = low_scale * s_low[None] * tl.sum(low_dot, 2).to(tl.float32)
-            part += top_scale * s_top[None] * tl.sum(top_dot, 2).to(tl.float32)
-            if ZERO != 0 or KIND != 2:
-                z_low = tl.load(xsum32 + b * (K // 32) + gc * 2, mask=inside, other=0.0)
-                z_top = tl.load(xsum32 + b * (K // 32) + gc * 2 + 1, mask=inside, other=0.0)
-                part += low_min * z_low[None] + top_min * z_top[None]
-            total = tl.sum(part, 1)
-        tl.store(out + b * out_stride + n, total, mask=here)
-        if RANKS > 1:
-            number = tl.load(sequence + b) + 1
-            send_words(total, number, inboxes, b, first + n, here, WIDTH, RANKS, RANK, ROWS)
+    x_at = gc[:, None, None] * 16 + word[None]
+    x_low = tl.broadcast_to(tl.load(xq + x_at)[None], [n.shape[0], G, 2, 4])
+    x_top = tl.broadcast_to(tl.load(xq + x_at + 8)[None], [n.shape[0], G, 2, 4])
+    low_dot = tl.sum(_dot4(low, x_low, BITS == 8, EMULATED), 3)
+    top_dot = tl.sum(_dot4(top, x_top, BITS == 8, EMULATED), 3)
+    s_low = tl.load(xs + gc * 2, mask=inside, other=0.0)
+    s_top = tl.load(xs + gc * 2 + 1, mask=inside, other=0.0)
+    if KIND == 1:
+        at16 = gc[:, None] * 4 + side[None, :]
+        z_low = tl.load(xsum16 + at16, mask=inside[:, None], other=0.0)
+        z_top = tl.load(xsum16 + at16 + 2, mask=inside[:, None], other=0.0)
+        part = low_scale * (s_low[None, :, None] * low_dot.to(tl.float32) - ZERO * z_low[None])
+        part += top_scale * (s_top[None, :, None] * top_dot.to(tl.float32) - ZERO * z_top[None])
+        part = tl.sum(part, 2)
+    else:
+        part = low_scale * s_low[None] * tl.sum(low_dot, 2).to(tl.float32)
+        part += top_scale * s_top[None] * tl.sum(top_dot, 2).to(tl.float32)
+        if ZERO != 0 or KIND != 2:
+            z_low = tl.load(xsum32 + gc * 2, mask=inside, other=0.0)
+            z_top = tl.load(xsum32 + gc * 2 + 1, mask=inside, other=0.0)
+            part += low_min * z_low[None] + top_min * z_top[None]
+    return part
 
 
 @triton.jit
