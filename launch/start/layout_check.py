@@ -1,11 +1,12 @@
 """Whether the layouts of a running group say the same: a made-up prompt and a few tokens in each, logits side by side.
 
 What every layout computes is the same but for rounding, so a link, a kernel or a card that goes wrong in one of them
-alone shows here, before anybody relies on it. A row or two may lie where rounding decides; most cannot.
+alone shows here, before anybody relies on it. So it is with steps, whose kernels are others than those of a prompt: the
+same ids are read as a prompt, too. A row or two may lie where rounding decides; most cannot.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ PROMPT_TOKENS, STEPS = 40, 8
 COMPARED_ROWS = 16  # the prompt's last and the steps'
 MOST_DIVERGENCE = 0.01  # Kullback-Leibler, of the median row
 NEAR_TIE = 0.05  # of logits: here rounding may choose another token
-STEP_TIE = 0.5  # the same of captured steps, whose activations are in int8
+STEP_TIE = 0.5  # the same of steps on cards, whose activations are in int8
+MOST_STEP_DIVERGENCE = 0.05  # and their divergence from what a prompt's products say
 MOST_PARTED = 0.25  # of the rows, that choose another one beyond a near-tie
 DAMAGED = 10  # times as much divergence, or three times as many rows: nothing that rounding does
 
@@ -35,29 +37,31 @@ Rows = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class LayoutDifference:
-    """One pair of layouts against `USUAL`: divergence of the median row, shares of rows and of greedy tokens."""
+    """One way against `USUAL`: divergence of the median row, shares of rows and of greedy tokens."""
 
-    journey: Journey
+    way: str  # such as `tensor->tensor`
+    rows: int
     divergence: float
     parted_rows: float
     parted_tokens: float
+    limit: float = MOST_DIVERGENCE
 
     @property
     def agrees(self) -> bool:
         """False for anything that is no number."""
         parted = max(self.parted_rows, self.parted_tokens)
-        return self.divergence <= MOST_DIVERGENCE and parted <= MOST_PARTED
+        return self.divergence <= self.limit and parted <= MOST_PARTED
 
     @property
     def damaged(self) -> bool:
         """So far off that answers would be of no use."""
         parted = max(self.parted_rows, self.parted_tokens)
-        return not (self.divergence <= DAMAGED * MOST_DIVERGENCE and parted <= 3 * MOST_PARTED)
+        return not (self.divergence <= DAMAGED * self.limit and parted <= 3 * MOST_PARTED)
 
     @property
     def told(self) -> str:
         return (
-            f"{self.journey[0]}->{self.journey[1]}: KL {self.divergence:.2g} in the median of {COMPARED_ROWS} rows; "
+            f"{self.way}: KL {self.divergence:.2g} in the median of {self.rows} rows; "
             f"beyond near-ties {self.parted_rows:.0%} of them and {self.parted_tokens:.0%} of {STEPS} tokens differ"
         )
 
@@ -70,7 +74,7 @@ def check_layouts(driver: Driver, *, left_open: bool) -> None:
         worst = max(found, key=lambda one: one.divergence)
         note(f"layouts compared on a made-up prompt: they agree ({worst.told})")
     for told in wrong:
-        warn(f"this layout's logits are not those of layer->layer: {told}")
+        warn(f"these logits are not those of layer->layer: {told}")
     if left_open and any(one.damaged for one in found):
         warn("only the layer layout is used; look for what is wrong with the cards or their links (gearshift doctor)")
         driver.keep_to((USUAL,))
@@ -86,13 +90,20 @@ def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
     written = {journey: _greedy(driver, prompt, journey) for journey in (USUAL, *others)}
     ids = [*prompt, *written[USUAL]]
     usual = _rows(driver, ids, USUAL)
-    return tuple(difference(one, usual, _rows(driver, ids, one), written[USUAL], written[one]) for one in others)
+    read, _ = collect_logits(driver, ids, len(ids), Layout.LAYER, Layout.LAYER, Fixed((len(ids),)))
+    as_prompt = difference("steps read as a prompt", usual[-STEPS:], read[-STEPS:], tie=STEP_TIE)
+    as_prompt = replace(as_prompt, limit=MOST_STEP_DIVERGENCE)
+    as_layouts = (
+        difference(_name(one), usual, _rows(driver, ids, one), written[USUAL], written[one]) for one in others
+    )
+    return (as_prompt, *as_layouts)
 
 
 def difference(
-    journey: Journey, usual: Rows, rows: Rows, usual_tokens: Sequence[int], tokens: Sequence[int]
-) -> LayoutDifference:
-    """`usual`, `rows`: logits [COMPARED_ROWS, V] of the same ids; the last STEPS and one are those of the tokens.
+    way: str, usual: Rows, rows: Rows, usual_tokens: Sequence[int] = (), tokens: Sequence[int] = (),
+    tie: float = NEAR_TIE,
+) -> LayoutDifference:  # fmt: skip
+    """`usual`, `rows`: logits [rows, V] of the same ids; where there are tokens, one row more than these is theirs.
 
     Tokens count up to the first that differs: what follows answers another text.
     """
@@ -100,14 +111,18 @@ def difference(
     divergence = np.median((np.exp(wanted) * (wanted - found)).sum(axis=-1))
     # Parted: the row's choice is no near-tie in the other's eyes.
     lost = usual.max(axis=-1) - np.take_along_axis(usual, rows.argmax(axis=-1)[:, None], axis=-1)[:, 0]
-    parted_rows = 1 - np.mean(lost <= NEAR_TIE)
+    parted_rows = 1 - np.mean(lost <= tie)
     first = next((n for n, (a, b) in enumerate(zip(usual_tokens, tokens, strict=True)) if a != b), len(tokens))
     parted_tokens = 0.0
     if first < len(tokens):
         row = usual[len(usual) - 1 - len(tokens) + first]
         if not row.max() - row[tokens[first]] <= STEP_TIE:
             parted_tokens = 1 - first / len(tokens)
-    return LayoutDifference(journey, float(divergence), float(parted_rows), parted_tokens)
+    return LayoutDifference(way, len(usual), float(divergence), float(parted_rows), parted_tokens)
+
+
+def _name(journey: Journey) -> str:
+    return f"{journey[0]}->{journey[1]}"
 
 
 def _greedy(driver: Driver, prompt: Sequence[int], journey: Journey) -> list[int]:

@@ -24,7 +24,6 @@ from gearshift.tests.helpers.answers import GREEDY, answer
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.running_groups import RunningGroups
 
-TENSOR = (Layout.TENSOR, Layout.TENSOR)
 USUAL_TOKENS = list(range(STEPS))
 
 
@@ -37,7 +36,7 @@ def usual_rows() -> np.ndarray:
 
 
 def against(rows: np.ndarray, tokens: list[int] = USUAL_TOKENS) -> LayoutDifference:
-    return difference(TENSOR, usual_rows(), rows, USUAL_TOKENS, tokens)
+    return difference("tensor->tensor", usual_rows(), rows, USUAL_TOKENS, tokens)
 
 
 def test_rounding_and_a_row_that_it_decides_are_no_difference() -> None:
@@ -60,7 +59,7 @@ def test_greedy_tokens_part_where_they_are_no_near_tie() -> None:
     assert against(usual_rows(), [0, 1, 2, 3, 4, 5, 6, 9]).agrees, "the last alone"
     near = usual_rows()
     near[COMPARED_ROWS - 1 - STEPS + 2, 9] = 1.8  # where the third token is chosen
-    assert difference(TENSOR, near, near, USUAL_TOKENS, [0, 1, 9, 9, 9, 9, 9, 9]).agrees
+    assert difference("tensor->tensor", near, near, USUAL_TOKENS, [0, 1, 9, 9, 9, 9, 9, 9]).agrees
 
 
 @pytest.fixture
@@ -72,7 +71,9 @@ def driver(groups: RunningGroups, tmp_path: Path) -> Iterator[Driver]:
 
 def test_layouts_of_a_sound_group_agree(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
     found = compare_layouts(driver)
-    assert [one.journey for one in found] == [TENSOR, (Layout.LAYER, Layout.TENSOR)]
+    assert [(one.way, one.rows) for one in found] == [
+        ("steps read as a prompt", STEPS), ("tensor->tensor", COMPARED_ROWS), ("layer->tensor", COMPARED_ROWS)
+    ]  # fmt: skip
     assert all(one.agrees and one.divergence < 1e-6 for one in found)
     check_layouts(driver, left_open=True)
     assert "they agree" in capsys.readouterr().err
@@ -82,7 +83,8 @@ def test_layouts_of_a_sound_group_agree(driver: Driver, capsys: pytest.CaptureFi
 def test_where_they_differ_the_layer_layout_alone_is_used(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layout_check, "compare_layouts", lambda _: (LayoutDifference(TENSOR, 0.4, 0.9, 0.0),))
+    found = LayoutDifference("tensor->tensor", COMPARED_ROWS, 0.4, 0.9, 0.0)
+    monkeypatch.setattr(layout_check, "compare_layouts", lambda _: (found,))
     check_layouts(driver, left_open=False)
     assert "tensor->tensor: KL 0.4" in capsys.readouterr().err
     assert driver.settings.journeys is None, "they were asked for"
