@@ -10,6 +10,7 @@ from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.launch.start import layout_check
 from gearshift.launch.start.layout_check import (
+    AS_PROMPT,
     COMPARED_ROWS,
     STEPS,
     USUAL,
@@ -88,6 +89,11 @@ def test_where_they_differ_the_layer_layout_alone_is_used(
     check_layouts(driver, left_open=False)
     assert "tensor->tensor: KL 0.4" in capsys.readouterr().err
     assert driver.settings.journeys is None, "they were asked for"
+    steps = LayoutDifference(AS_PROMPT, STEPS, 9.0, 0.9, 0.0)  # wrong in any layout
+    monkeypatch.setattr(layout_check, "compare_layouts", lambda _: (steps,))
+    check_layouts(driver, left_open=True)
+    assert driver.settings.journeys is None
+    monkeypatch.setattr(layout_check, "compare_layouts", lambda _: (found,))
     check_layouts(driver, left_open=True)
     assert "only the layer layout is used" in capsys.readouterr().err
     result = answer(driver, GenerationRequest((1, 2, 3), 4, GREEDY))
