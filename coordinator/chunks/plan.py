@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import TypeAlias
 
+import numpy as np
+
 from ...proto.errors import InputError
 from ..costs.cost_model import ChunkCost
-from .flow_shop import makespan_of_chunks
+from .flow_shop import makespans_of_lists
 from .search import best_chunks
 from .task import Task, filled, longest_within
 
@@ -178,8 +180,8 @@ def _auto(
     """The best list that the search finds, and what the plain rule would have taken."""
     task = _task(tokens, cached, costs, limits, decode_seconds)
     chunks, seconds = best_chunks(task)
-    plain_list = _repeat(task.tokens, plain)
-    plain_seconds = makespan_of_chunks(plain_list, task.cached, task.costs, task.decode_seconds)
+    plain_list = np.array([_repeat(task.tokens, plain)])
+    plain_seconds = makespans_of_lists(plain_list, task.cached, task.costs, task.decode_seconds)[0]
     beside = (
         f", {task.decode_seconds * 1e3:.3g} ms of answers in each tick" if task.decode_seconds > 0 else ""
     )

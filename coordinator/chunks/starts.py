@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from math import ceil, floor, inf, sqrt
 from typing import TypeAlias
 
@@ -127,10 +127,10 @@ def ramps(task: Task) -> Lists:
     slowest = seconds.index(max(seconds))
     rising = _ratios(seconds[slowest], seconds[:slowest])
     falling = _ratios(seconds[slowest], seconds[slowest + 1 :])
-    shapes = np.array(list(product(counts, range(len(rising)), range(len(falling)), (0, 1))))
-    count, up, down, top = shapes.T
+    shapes = np.indices((len(counts), len(rising), len(falling), 2)).reshape(4, -1)
+    count, up, down, top = shapes
     chunk = np.arange(max(counts))
-    behind = count[:, None] - 1 - chunk
+    behind = np.array(counts)[count][:, None] - 1 - chunk
     steps = np.arange(LONGEST_RAMP + 1)
     rise = (np.array(rising)[:, None] ** steps)[up][:, np.minimum(chunk, LONGEST_RAMP)]
     fall = (np.array(falling)[:, None] ** steps)[down[:, None], np.clip(behind, 0, LONGEST_RAMP)]
@@ -165,12 +165,23 @@ def _on_grid(task: Task, cost: ChunkCost, weights: Seconds, behind: Numbers) -> 
 
     Where a weight is too fine for the grid or too long for the buffers, the chunks after it take the difference.
     """
-    shares = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
-    cuts = places_of_shares(cost, task.cached, task.tokens, shares)
+    sums = np.cumsum(weights, axis=1)
+    cuts = places_of_shares(cost, task.cached, task.tokens, sums / sums[:, -1:])
     steps = np.rint(cuts / task.grid).astype(np.int64) * task.grid
-    sizes = np.clip(np.diff(steps, axis=1, prepend=0), task.minimum, task.largest)
-    ends = np.where(behind > 0, np.minimum(np.cumsum(sizes, axis=1), task.tokens), task.tokens)
-    return np.diff(ends, axis=1, prepend=0)
+    sizes = _differences(steps)
+    np.maximum(sizes, task.minimum, out=sizes)
+    np.minimum(sizes, task.largest, out=sizes)
+    ends = np.cumsum(sizes, axis=1)
+    np.minimum(ends, task.tokens, out=ends)
+    ends[behind <= 0] = task.tokens
+    return _differences(ends)
+
+
+def _differences(ends: Numbers) -> Lists:
+    """As `np.diff` from 0 on."""
+    sizes = ends.copy()
+    sizes[:, 1:] -= ends[:, :-1]
+    return sizes
 
 
 def few_chunks(task: Task) -> Lists:

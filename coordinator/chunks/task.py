@@ -89,10 +89,15 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
     """Chunks that each take all of `seconds` that the grid allows; None where that breaks a rule or needs too many."""
     first, *others = costs
     grid, minimum, largest, max_chunk = task.grid, task.minimum, task.largest, task.max_chunk
+    room, a, q = seconds - first.per_chunk, first.per_token, first.per_pair
+    if room <= 0:
+        return None
     chunks: list[int] = []
     left, done = task.tokens, task.cached
     while len(chunks) < most:
-        fits = longest_within(first, done, seconds)
+        slope = a + 2 * q * done  # `longest_within`, without a call for each chunk
+        root = slope + sqrt(slope * slope + 4 * q * room)
+        fits = 2 * room / root if root > 0 else inf
         for cost in others:
             fits = min(fits, longest_within(cost, done, seconds))
         if left <= fits and left <= max_chunk:
