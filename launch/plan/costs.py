@@ -105,7 +105,7 @@ def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> F
     usual = ComputeType.F32 if kind == CPU else ComputeType.BF16
     named = file.facts.get("compute_type")
     measured = ComputeType(str(named)) if named in tuple(ComputeType) else usual
-    found = plan_memory(plan, kind, plan.settings.compute_type or measured, wish)
+    found = plan_memory(plan, kind, plan.settings.compute_type or measured, wish, free_bytes_there(file.facts))
     return FoundCosts(
         costs=file.costs,
         told=told,
@@ -169,6 +169,14 @@ def kept_costs(
 
     suiting = [one for one in found if rank(one)[0] == 0]
     return min(suiting or found, key=rank, default=None)
+
+
+def free_bytes_there(facts: Mapping[str, object]) -> tuple[int, ...]:
+    """By rank, where a file's facts tell it (`device_free_bytes`) of cards that need not be here."""
+    told = facts.get("device_free_bytes")
+    found = told if isinstance(told, list) else []
+    sound = all(isinstance(one, int) and not isinstance(one, bool) and 0 < one < 1 << 50 for one in found)
+    return tuple(found) if sound else ()
 
 
 def device_kind(facts: Mapping[str, object]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...coordinator.costs.cost_model import Costs
 from ...coordinator.fit.choice import ContextWish, with_usual_chunk
-from ...coordinator.fit.device_memory import DeviceMemory
+from ...coordinator.fit.device_memory import RESERVE_BYTES, DeviceMemory, rank_limits
 from ...coordinator.fit.memory import FitCase, RankMemory
 from ...coordinator.residency.regret import Regret
 from ...coordinator.residency.weight_keeper import WeightKeeper
@@ -19,6 +19,7 @@ from ...proto.placement.migration import migration
 from ...proto.visible_devices import visible_devices
 from ..doctor.card_process import card_process_bytes, told_card_process
 from ..doctor.fit_check import CPU_PROCESS_BYTES
+from ..settings.options import GroupSettings
 from ..start.fitting import GroupPlan, fit_group
 
 CPU = "cpu"
@@ -43,14 +44,23 @@ class PlannedMemory:
 
 
 def plan_memory(
-    plan: GroupPlan, device_kind: str, compute_type: ComputeType, wish: ContextWish
+    plan: GroupPlan,
+    device_kind: str,
+    compute_type: ComputeType,
+    wish: ContextWish,
+    elsewhere: tuple[int, ...] = (),
 ) -> PlannedMemory:
-    """As the group would be started now; where the devices are not there, or it does not fit, as if it did."""
+    """As the group would be started now; where the devices are not there, or it does not fit, as if it did.
+
+    `elsewhere`: what each card of another machine has free, by rank. Cards that are nowhere named are as large as the
+    memory limits.
+    """
     settled = replace(plan, settings=replace(plan.settings, compute_type=compute_type))
     workers = plan.settings.workers
-    cards = () if device_kind == CPU else _cards(workers)
-    devices = _devices(cards) if device_kind != CPU else (_host(),) * workers
-    assumed = tuple(dict.fromkeys(told_card_process(card.total_bytes, workers) for card in cards))
+    none: tuple[int | None, ...] = ()
+    on_host = ((_host(),) * workers, none)
+    devices, totals = on_host if device_kind == CPU else _card_devices(plan.settings, elsewhere)
+    assumed = tuple(dict.fromkeys(told_card_process(total, workers) for total in totals))
     placement = settled.placement()
     told: tuple[str, ...] = ()
     if devices:
@@ -71,6 +81,25 @@ def plan_memory(
 
 def _host() -> DeviceMemory:
     return DeviceMemory("host", "this host", free_memory_bytes(), 0, coming_bytes=CPU_PROCESS_BYTES)
+
+
+def _card_devices(
+    settings: GroupSettings, elsewhere: tuple[int, ...]
+) -> tuple[tuple[DeviceMemory, ...], tuple[int | None, ...]]:
+    """(a device a worker, the memory of their cards in all); nothing where no card is known."""
+    workers = settings.workers
+    if len(elsewhere) != workers:
+        cards = _cards(workers)
+        if cards or settings.memory_limits is None:
+            return _devices(cards), tuple(card.total_bytes for card in cards)
+        reserve = RESERVE_BYTES if settings.reserve_bytes is None else settings.reserve_bytes
+        limits = rank_limits(settings.memory_limits, workers)
+        elsewhere = tuple(reserve + (limit or 0) for limit in limits)  # so that the limits alone count
+    rows = (
+        DeviceMemory(f"card {rank}", f"rank {rank}", free, 0, coming_bytes=card_process_bytes(free, workers))
+        for rank, free in enumerate(elsewhere)
+    )
+    return tuple(rows), elsewhere
 
 
 def _cards(workers: int, environment: Mapping[str, str] = os.environ) -> tuple[CardRow, ...]:

@@ -228,6 +228,34 @@ def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(
     assert "leaves weights where they are" in tight["reason"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "free_mebibytes", "told", "chosen"),
+    [
+        ("900M", None, "assumed: a process takes", ("layer", "tensor")),
+        ("560M,620M", None, "only the layer layout is used", ("layer", "layer")),
+        (None, (816, 876), "only the layer layout is used", ("layer", "layer")),  # less the usual reserve of 256 MiB
+        (None, (300, 12_288), "does not fit: rank 0 needs", ("layer", "tensor")),
+    ],
+    ids=["ample", "limits", "the rig's cards", "one too small"],
+)
+def test_f27_shares_of_57_and_43_on_cards_that_are_not_here_fall_back_to_the_layer_layout_where_that_alone_fits(
+    limits: str | None,
+    free_mebibytes: tuple[int, int] | None,
+    told: str,
+    chosen: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "costs.json"
+    there = {} if free_mebibytes is None else {"device_free_bytes": [one << 20 for one in free_mebibytes]}
+    write_costs(path, COSTS, {"devices": ["a card", "a card"], **there})
+    words = ("demo", "--workers", "2", "--costs", path, "-p", "400", "-n", "64", "--context", "2048")
+    shares = ("--layer-share", "57,43", "--tensor-share", "57,43", "--max-chunk", "512")
+    facts = facts_of(capsys, *words, *shares, *(() if limits is None else ("--memory-limit", limits)))
+    assert told in facts["memory_told"][0]
+    assert (facts["prefill"], facts["decode"]) == chosen
+
+
 def test_what_does_not_fit_is_planned_and_told(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("demo", "--workers", "2", "--costs", costs_file, *WORDS)
     facts = facts_of(capsys, *words, "--memory-limit", "200MiB")
