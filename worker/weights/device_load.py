@@ -1,6 +1,6 @@
 """Matrices of a GPU worker: the file's bytes through a pinned buffer, sorted into planes on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -12,9 +12,12 @@ from torch import Tensor
 from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
+from ..kernels import batch_kernels
 from ..kernels.quant_matrix import EmbeddingTable, Piece, QuantMatrix, Workspace
 from ..kernels.quant_planes import Planes, from_gguf, has_planes, sort_by_rows, stack
+from .load import Cut
 from .mapped_file import MappedModel
+from .plane_bytes import stacked_pieces
 
 STAGING_BYTES = 32 << 20
 SORTED_BYTES = 32 << 20  # of the file at once: on a card that the model fills there is little room for more
@@ -57,7 +60,13 @@ class DeviceLoader:
         self._uploader = Uploader(device)
         self.workspace = Workspace(device)
 
-    def matrix(self, cuts: list[tuple[TensorInfo, TensorSlice]], note: Callable[[int], None]) -> QuantMatrix:
+    def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
+        """Begin to compile what these will be multiplied by, while they are read."""
+        pieces = [piece for cuts in matrices for piece in stacked_pieces(cuts)]
+        planes = dict.fromkeys((kind, rows, columns) for kind, rows, columns in pieces if kind is not None)
+        batch_kernels.compile_ahead(planes, rank, ranks, self._device)
+
+    def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
         """The cuts below one another. Types without planes are held in bf16."""
         first_cut = cuts[0][1]
         lead = first_cut.owned.first - first_cut.held.first
