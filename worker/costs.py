@@ -30,7 +30,7 @@ from .timing import Stopwatch
 REPEATS = 3
 SAMPLED_LAYERS = 4  # of a kind: their weights together are more than a cache keeps from pass to pass
 DEVICE_STEPS = 8  # timed at once
-SAMPLED_OF_CHUNKS = 2  # of a kind on a GPU, where each layer's pieces are captured
+SAMPLED_OF_CHUNKS = 3  # of a kind on a GPU, where each layer's pieces are captured
 
 Points = Sequence[tuple[int, int]]
 

@@ -291,7 +291,7 @@ def _q5_k(blocks: Tensor) -> _Read:
 
 def _q6_k(blocks: Tensor) -> _Read:
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]  # made there: nothing waits
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
     codes = torch.cat((low & 15, low >> 4), dim=-2).flatten(-3) | (high.flatten(-3) << 4)
     return codes, blocks[..., 192:208], _f16(blocks[..., 208:210])
