@@ -26,7 +26,7 @@ from ..proto.ids import Rank
 from ..proto.keys import KeyPair, read_keys
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
-from .devices import find_device, number_devices_by_bus
+from .devices import cards_asked_for, find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
 from .host import cpu_name, host_identity
 from .lifeline import Lifeline
@@ -214,9 +214,10 @@ def _set_threads(threads: int | None) -> None:
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:
     number_devices_by_bus()
-    import torch  # late: see the module's docstring
+    with cards_asked_for(wanted) as cards:
+        import torch  # late: see the module's docstring
 
-    found = find_device(wanted, place.local_rank, place.local_world_size)
+        found = find_device(wanted, place.local_rank, place.local_world_size, cards)
     pace = _pace(found.name, place.rank)
     return Device(found.name, found.description, str(torch.__version__), found.free_bytes, found.display, pace)
 

@@ -22,7 +22,7 @@ from .kv import KvStore, SlotRun
 from .link_costs import host_copy_seconds, reduce_seconds, transfer_seconds
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import StageSteps, Steps
+from .model.steps import StageSteps, Steps, Work
 from .requests import RequestState
 from .sampling import Sampler
 from .timing import Stopwatch
@@ -30,7 +30,7 @@ from .timing import Stopwatch
 REPEATS = 3
 SAMPLED_LAYERS = 4  # of a kind: their weights together are more than a cache keeps from pass to pass
 DEVICE_STEPS = 8  # timed at once
-PASSES_UNTIL_CAPTURED = 2  # of a chunk on a GPU; only then does it run as it does in use
+SAMPLED_OF_CHUNKS = 3  # of a kind on a GPU, where each layer's pieces are captured
 
 Points = Sequence[tuple[int, int]]
 
@@ -49,6 +49,7 @@ class CostMeter:
         self._device = links.device
         self._watch = Stopwatch(links.device, links.tensor)
         self._requests = 0
+        self._launched: set[tuple[Layout, tuple[int, ...], int, int]] = set()  # chunks that their next pass captures
 
     def measure(self, command: MeasureCosts) -> CostsMeasured:
         """All that the command asks for; every rank at the same time, in this order."""
@@ -99,9 +100,10 @@ class CostMeter:
             segments = [Segment(self._made_up(layout, cached + rows), 0, rows, cached)]
             hidden_TD = self._rows(rows)
             if self._device.type == "cuda":
-                some = _sampled(layers)
+                some = _sampled(layers, SAMPLED_OF_CHUNKS)
                 run = partial(decoder.layers, hidden_TD, some, layout, segments)
-                for _ in range(PASSES_UNTIL_CAPTURED):
+                if (point := (layout, some, cached, rows)) not in self._launched:
+                    self._launched.add(point)
                     run()
                 seconds.append(timed(run) / len(some))
                 continue
@@ -115,9 +117,14 @@ class CostMeter:
         if steps is None or not layers:
             return self._passes(decoder, layers, Layout.LAYER, points, self._watch.alone)
         some, seconds = _sampled(layers), []
+        works: dict[int, Work] = {}  # by batch: how deep a step is, is an input
         for cached, batch in points:
             states = [self._made_up(Layout.LAYER, cached + 1) for _ in range(batch)]
-            seconds.append(self._watch.alone(steps.alone(states, cached, some)) / len(some))
+            if batch in works:
+                steps.feed(states, [0] * batch, [cached] * batch)
+            else:
+                works[batch] = steps.alone(states, cached, some)
+            seconds.append(self._watch.alone(works[batch]) / len(some))
         return tuple(seconds)
 
     def _passes(
@@ -143,7 +150,8 @@ class CostMeter:
         from .device_costs import own_product_seconds  # late: its kernels need a GPU's compiler
 
         some = [own.weights.layers[layer] for layer in _sampled(layers)]
-        return tuple(own_product_seconds(some, batch, self._device, self._watch) for _, batch in points)
+        batches = [batch for _, batch in points]
+        return _each_once(batches, lambda batch: own_product_seconds(some, batch, self._device, self._watch))
 
     def _hop(self, batch: int) -> float:
         """A step's rows made known to all ranks."""
@@ -168,8 +176,7 @@ class CostMeter:
         states = [self._made_up(Layout.LAYER, 1) for _ in range(batch)]
         steps.feed(states, [0] * batch, [-1] * batch)  # without a position nothing is noted, however often it runs
         run = partial(steps.run_head, batch, True)
-        for _ in range(PASSES_UNTIL_CAPTURED):
-            run()
+        run()  # compiles; the next one is captured
         return self._watch.together(run)
 
     def _choose(self, states: Sequence[RequestState], hidden_BD: Tensor) -> None:
@@ -245,9 +252,9 @@ def _whole_owner(placement: Placement, layer: int) -> int | None:
     return owners[0] if len(owners) == 1 else None
 
 
-def _sampled(layers: Sequence[int]) -> tuple[int, ...]:
+def _sampled(layers: Sequence[int], most: int = SAMPLED_LAYERS) -> tuple[int, ...]:
     """Some of the layers, spread evenly."""
-    count = min(SAMPLED_LAYERS, len(layers))
+    count = min(most, len(layers))
     return tuple(layers[index * len(layers) // count] for index in range(count))
 
 

@@ -1,15 +1,19 @@
 """The device of a worker: the i-th visible card for local rank i, or the CPU."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ..proto.device_table import read_cards
+from ..proto.device_table import CardRow, read_cards
 from ..proto.errors import InputError
 from ..proto.host_memory import free_memory_bytes
 from ..proto.visible_devices import VARIABLE, DeviceRow, device_of_rank, visible_devices
 
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+
+AskedCards = Callable[[], tuple[CardRow, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,20 @@ def number_devices_by_bus() -> None:
     os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
 
 
-def find_device(wanted: str, local_rank: int, local_ranks: int) -> ChosenDevice:
+@contextmanager
+def cards_asked_for(wanted: str) -> Iterator[AskedCards]:
+    """The machine's cards are asked for while other things are done, as that can take a second; none for "cpu"."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(read_cards).result if wanted != "cpu" else tuple
+
+
+def find_device(
+    wanted: str, local_rank: int, local_ranks: int, asked: AskedCards = read_cards
+) -> ChosenDevice:
     """`wanted`: "cpu", "cuda" or "auto". `InputError` where the visible cards are not what the ranks need."""
     if wanted == "cpu":
         return ChosenDevice("cpu", "cpu", free_memory_bytes())
-    cards = read_cards()
+    cards = asked()
     table = tuple(card.device for card in cards)
     chosen = choose_device(wanted, local_rank, local_ranks, os.environ, table, _torchs_devices)
     if chosen.name == "cpu":

@@ -57,6 +57,8 @@ def load_model(
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
     loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
+    if loader.quantised is not None:
+        loader.quantised.compile_ahead(loader.matrix_cuts(), rank, placement.ranks)
     weights = loader.load()
     ways = {to: migration(spec, placement, to, holding) for to in Layout}
     store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)

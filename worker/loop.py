@@ -1,7 +1,10 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
 import gc
+import importlib
+import threading
 import time
+from contextlib import suppress
 
 import torch
 from msgspec.structs import replace
@@ -45,9 +48,11 @@ def run(
     faults: tuple[Fault, ...] = (),
 ) -> None:
     """Serve commands until `Shutdown`. `model_path` is where the model lies here; "": where the coordinator has it."""
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        threading.Thread(target=_import_ahead, name="import", daemon=True).start()
     if (meeting := _await_links(channel)) is None:
         return
-    device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
     local = len(set(meeting.hosts)) == 1
@@ -96,6 +101,12 @@ def run(
                         progress.sequence = report.sequence
                     if report is not None:
                         channel.send(report)
+
+
+def _import_ahead() -> None:
+    """What a GPU's model takes, Triton among it, while ranks wait for each other and for their links."""
+    with suppress(ImportError):  # whoever needs it says what is missing
+        importlib.import_module(f"{__package__}.device_model")
 
 
 class TicksUnderWay:

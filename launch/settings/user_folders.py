@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...proto.errors import InputError
+from ...proto.user_cache import base_folder, cache_folder
 from .settings import ConfigFile, Flags, ModelValue, Settings, merge
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -13,17 +14,17 @@ MAX_CONFIG_BYTES = 1 << 20
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Where the config file would be."""
-    return _base(environment, "XDG_CONFIG_HOME", ".config") / "gearshift" / "config.toml"
+    return base_folder(environment, "XDG_CONFIG_HOME", ".config") / "gearshift" / "config.toml"
 
 
 def logs_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where each run has a folder with its workers' output."""
-    return _base(environment, "XDG_STATE_HOME", ".local/state") / "gearshift" / "logs"
+    return base_folder(environment, "XDG_STATE_HOME", ".local/state") / "gearshift" / "logs"
 
 
 def costs_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where measured costs are kept."""
-    return _base(environment, "XDG_CACHE_HOME", ".cache") / "gearshift" / "costs"
+    return cache_folder("costs", environment)
 
 
 def read_config(path: Path) -> ConfigFile | None:
@@ -49,8 +50,3 @@ def current_settings(flags: Flags | None = None, model: Mapping[str, ModelValue]
     """The settings of this process: these flags, its environment and the user's config file."""
     return merge(flags or {}, os.environ, read_config(config_path()), model)
 
-
-def _base(environment: Mapping[str, str], variable: str, usual: str) -> Path:
-    """By the XDG rule: a relative path there counts as not set."""
-    named = Path(environment.get(variable, ""))
-    return named if named.is_absolute() else Path(environment.get("HOME") or Path.home()) / usual

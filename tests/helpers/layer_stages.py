@@ -6,7 +6,6 @@ On a card, or in Triton's interpreter: there in f16 (it has no bf16 products), a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from gearshift.worker.requests import RequestState
 from gearshift.worker.weights import device_load
 from gearshift.worker.weights.load import WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
+from gearshift.worker.weights.readers import Readers, ReadRows
 
 CONTEXT = 128
 
@@ -36,11 +36,14 @@ CONTEXT = 128
 class Upload:
     """`device_load.Uploader` where there is no card."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, readers: Readers) -> None:
         assert device.type == "cpu"
+        self._readers = readers
 
-    def upload(self, raw: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.array(raw))
+    def upload(self, rows: int, width: int, read: ReadRows) -> torch.Tensor:
+        into = np.empty((rows, width), dtype=np.uint8)
+        self._readers.fill(0, into, read)
+        return torch.from_numpy(into)
 
 
 @dataclass

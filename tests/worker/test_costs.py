@@ -138,6 +138,13 @@ def test_captured_steps_are_timed_as_they_run_over_requests_of_their_own() -> No
     assert most <= CONTEXT // BLOCK_TOKENS, "a device's tables hold no more blocks than the context has"
 
 
+def test_a_deeper_step_of_a_size_is_the_same_captured_work_with_another_input() -> None:
+    steps = NotedStageSteps()
+    meter(NotedDecoder(), stage_steps=steps)._stage_steps(cast(Any, None), [0, 1], ((16, 1), (16, 2), (128, 1)))
+    assert [(count, position) for count, position, _ in steps.alone_of] == [(1, 16), (2, 16)]
+    assert steps.fed == [[128]]
+
+
 @pytest.mark.parametrize("chooses", [True, False])
 def test_steps_through_the_stages_are_timed_as_the_device_runs_them(chooses: bool) -> None:
     decoder, steps = NotedDecoder(), NotedStageSteps(chooses)

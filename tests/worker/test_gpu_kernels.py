@@ -84,29 +84,15 @@ print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for 
 
 
 COMPILE_CUDA = """
-import ctypes, sys
-from importlib.util import find_spec
-from pathlib import Path
+import sys
 from gearshift.worker.kernels import batch_source
+from gearshift.worker.kernels.cuda_source import Compiler
 from gearshift.worker.kernels.quant_planes import FORMATS
 
-folders = [Path(folder) for folder in find_spec("nvidia").submodule_search_locations]
-nvrtc = ctypes.CDLL(str(next(file for folder in folders for file in folder.glob("**/libnvrtc.so.*"))))
-card = sys.argv[1]
+compiler = Compiler(f"sm_{sys.argv[1]}")
 for form in FORMATS.values():
     for tile, whole in (((1, 8, 2), True), ((1, 16, 1), True), ((1, 8, 2), False)):
-        program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        text = batch_source.source(form, tile, 2, whole).encode()
-        assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"batch.cu", 0, None, None) == 0
-        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{card}".encode())
-        failed = nvrtc.nvrtcCompileProgram(program, 1, options)
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        assert not failed, log.value.decode()
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        assert size.value > 1000, size.value
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        assert compiler.image(batch_source.source(form, tile, 2, whole)).startswith(bytes((127, *b"ELF")))
         print(batch_source.shared_bytes(tile, 2))
 """
 

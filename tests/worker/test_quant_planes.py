@@ -65,6 +65,23 @@ def test_rows_sorted_a_few_at_a_time_are_the_same_planes(type_name: str, rows_at
         assert torch.equal(getattr(found, name), getattr(whole, name))
 
 
+@pytest.mark.parametrize("type_name", sorted(FORMATS))
+@pytest.mark.parametrize("rows_at_once", [2, ROWS])
+def test_rows_are_sorted_into_the_memory_that_is_named(type_name: str, rows_at_once: int) -> None:
+    raw, rooms = torch.from_numpy(random_rows(type_name, ROWS, COLUMNS)), list[torch.Tensor]()
+
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        rooms.append(torch.empty(shape, dtype=dtype))
+        return rooms[-1]
+
+    whole = from_gguf(type_name, raw)
+    found = sort_by_rows(type_name, ROWS, rows_at_once, lambda first, end: raw[first:end], room)
+    assert found.byte_count == whole.byte_count
+    for name, there in zip(("codes", "high", "scales", "supers"), rooms, strict=True):
+        assert getattr(found, name) is there
+        assert torch.equal(there, getattr(whole, name))
+
+
 def test_rows_can_be_cut_and_stacked() -> None:
     raw = torch.from_numpy(random_rows("Q5_K", ROWS, COLUMNS))
     whole = from_gguf("Q5_K", raw)

@@ -4,7 +4,6 @@ Imported on CUDA workers only, and by tests, which interpret Triton's.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,9 +12,10 @@ import triton
 from torch import Tensor
 
 from . import batch_source
+from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
 from .batch_source import SPAN
 from .exchange import MOST_ROWS, Exchange
-from .quant_planes import PlaneFormat, Planes, ScaleKind, dequantize
+from .quant_planes import Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -117,17 +117,6 @@ def multiply(
 
 
 @cache
-def _batch_kernel(
-    form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: bool, device: int
-) -> Callable[..., None]:
-    """Compiled for the current device, which `device` is the number of."""
-    kernel: Callable[..., None] = torch.cuda._compile_kernel(
-        batch_source.source(form, tile, rows_of_eight, whole), "multiply_batch"
-    )
-    return kernel
-
-
-@cache
 def _multiprocessors(device: int) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
@@ -140,26 +129,19 @@ def _multiply_batch(
     tiles, most_warps, blocks = tile
     warps = batch_source.warps_of(columns, most_warps)
     at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
-    kernel = _batch_kernel(planes.format, tile, -(-x.rows // 8), columns % SPAN == 0, device)
+    kernel = batch_kernel(BatchVariant(planes.format, tile, -(-x.rows // 8), columns % SPAN == 0), device)
     stand_in = x.codes  # nobody is told
     exchange = sent.exchange if sent else None
     kernel(
-        grid=(min(triton.cdiv(planes.rows, 16 * tiles), at_once), 1, 1), block=(32 * warps, 1, 1),
-        args=[
+        min(triton.cdiv(planes.rows, 16 * tiles), at_once), 32 * warps,
+        (
             planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.spans, x.halves, out, out.stride(0),
             planes.rows, x.rows, columns // 64,
             exchange.inboxes if exchange else stand_in, exchange.sums_sequence if exchange else stand_in,
             sent.first if sent else 0, exchange.width if exchange else 0, exchange.ranks if exchange else 1,
             exchange.rank if exchange else 0,
-        ],
+        ),
     )  # fmt: skip
-
-
-def usual_batch_tile(rows: int) -> tuple[int, int, int]:
-    """Many rows: (16 rows of the matrix at a time so many times, most warps a block, blocks a multiprocessor)."""
-    if rows >= 8192:  # measured on an H200, as are the others
-        return 1, 4, 4
-    return (1, 8, 2) if rows >= 2048 else (1, 16, 1)
 
 
 def _multiply_row(

@@ -22,6 +22,8 @@ from torch import Tensor
 
 GROUP = 64  # columns
 
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # new memory of this shape and type
+
 
 class ScaleKind(IntEnum):
     """How a matrix's codes are scaled."""
@@ -127,24 +129,30 @@ def from_gguf(type_name: str, raw: Tensor) -> Planes:
 
 
 def sort_by_rows(
-    type_name: str, rows: int, rows_at_once: int, read: Callable[[int, int], Tensor]
+    type_name: str, rows: int, rows_at_once: int, read: Callable[[int, int], Tensor], room: Room | None = None
 ) -> Planes:
     """`from_gguf` of all rows, some at a time: sorting takes several times the memory of what it sorts.
 
-    `read(first, end)` gives the file's bytes of some rows, as `from_gguf` takes them.
+    `read(first, end)` gives the file's bytes of some rows, as `from_gguf` takes them. `room`: the memory that the
+    planes are to lie in, where it is not the device that they are sorted on.
     """
     head = from_gguf(type_name, read(0, min(rows, rows_at_once)))
-    if head.rows == rows:
+    if head.rows == rows and room is None:
         return head
     whole = Planes(
         head.format, rows, head.columns,
-        *(part.new_empty((rows, *part.shape[1:])) if part.numel() else part for part in _parts(head)),
+        *(_room_like(part, rows if part.numel() else 0, room) for part in _parts(head)),
     )  # fmt: skip
     _put_rows(whole, 0, head)
     del head
     for first in range(rows_at_once, rows, rows_at_once):
         _put_rows(whole, first, from_gguf(type_name, read(first, min(rows, first + rows_at_once))))
     return whole
+
+
+def _room_like(part: Tensor, rows: int, room: Room | None) -> Tensor:
+    shape = (rows, *part.shape[1:])  # empty ones have one dimension
+    return part.new_empty(shape) if room is None else room(shape, part.dtype)
 
 
 def _put_rows(whole: Planes, first: int, some: Planes) -> None:
@@ -283,7 +291,7 @@ def _q5_k(blocks: Tensor) -> _Read:
 
 def _q6_k(blocks: Tensor) -> _Read:
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]  # made there: nothing waits
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
     codes = torch.cat((low & 15, low >> 4), dim=-2).flatten(-3) | (high.flatten(-3) << 4)
     return codes, blocks[..., 192:208], _f16(blocks[..., 208:210])

@@ -1,6 +1,6 @@
 """Matrices of a GPU worker: the file's bytes through a pinned buffer, sorted into planes on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,29 +12,33 @@ from torch import Tensor
 from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
+from ..kernels import batch_kernels
 from ..kernels.quant_matrix import EmbeddingTable, Piece, QuantMatrix, Workspace
-from ..kernels.quant_planes import Planes, from_gguf, has_planes, sort_by_rows, stack
+from ..kernels.quant_planes import Planes, has_planes, sort_by_rows, stack
+from .load import Cut
 from .mapped_file import MappedModel
+from .plane_bytes import stacked_pieces
+from .readers import Readers, ReadRows
 
 STAGING_BYTES = 32 << 20
 SORTED_BYTES = 32 << 20  # of the file at once: on a card that the model fills there is little room for more
 EMBEDDING_ROWS = 8192  # repacked at once
+MOST_READERS = 4  # threads that read the file; what they read comes from memory that all cores share
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Uploader:
-    """Copies host bytes to the device through two pinned buffers, so that reading and sending overlap."""
+    """Copies rows of the file to the device through two pinned buffers, so that reading and sending overlap."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, readers: Readers) -> None:
+        self._device, self._readers = device, readers
         self._buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)]
         self._uses = 0
 
-    def upload(self, raw: npt.NDArray[np.uint8]) -> Tensor:
-        """[rows, bytes], possibly strided, as a new device tensor."""
-        rows, width = raw.shape
+    def upload(self, rows: int, width: int, read: ReadRows) -> Tensor:
+        """[rows, width] bytes as a new device tensor. `read`: as `Readers.fill` takes it."""
         result = torch.empty((rows, width), dtype=torch.uint8, device=self._device)
         step = max(1, STAGING_BYTES // max(1, width))
         for first in range(0, rows, step):
@@ -42,7 +46,7 @@ class Uploader:
             place = self._uses % 2
             self._sent[place].synchronize()
             staged = self._buffers[place][: (end - first) * width].view(end - first, width)
-            np.copyto(staged.numpy(), raw[first:end])
+            self._readers.fill(first, staged.numpy(), read)
             result[first:end].copy_(staged, non_blocking=True)
             self._sent[place].record()
             self._uses += 1
@@ -54,10 +58,17 @@ class DeviceLoader:
 
     def __init__(self, files: MappedModel, device: torch.device) -> None:
         self._files, self._device = files, device
-        self._uploader = Uploader(device)
+        self._readers = Readers(min(MOST_READERS, torch.get_num_threads()))
+        self._uploader = Uploader(device, self._readers)
         self.workspace = Workspace(device)
 
-    def matrix(self, cuts: list[tuple[TensorInfo, TensorSlice]], note: Callable[[int], None]) -> QuantMatrix:
+    def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
+        """Begin to compile what these will be multiplied by, while they are read."""
+        pieces = [piece for cuts in matrices for piece in stacked_pieces(cuts)]
+        planes = dict.fromkeys((kind, rows, columns) for kind, rows, columns in pieces if kind is not None)
+        batch_kernels.compile_ahead(planes, rank, ranks, self._device)
+
+    def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
         """The cuts below one another. Types without planes are held in bf16."""
         first_cut = cuts[0][1]
         lead = first_cut.owned.first - first_cut.held.first
@@ -83,16 +94,13 @@ class DeviceLoader:
         """token_embd, in pinned host memory."""
         rows, columns = tensor.shape
         if has_planes(tensor.type_name, columns):
-            pieces = []
-            for first in range(0, rows, EMBEDDING_ROWS):
-                span = ColumnRange(first, min(rows, first + EMBEDDING_ROWS))
-                raw = self._uploader.upload(self._files.raw_rows(tensor, span, ColumnRange(0, columns)))
-                pieces.append(_on_host(from_gguf(tensor.type_name, raw)))
-            return EmbeddingTable(_pinned(stack(pieces)), factor, self._device)
+            cut = tensor, ColumnRange(0, rows), ColumnRange(0, columns)
+            planes = sort_by_rows(tensor.type_name, rows, EMBEDDING_ROWS, partial(self._upload_rows, *cut), _pinned)
+            return EmbeddingTable(planes, factor, self._device)
         if tensor.type_name in FLOAT_TYPES:
-            raw_bytes = self._files.raw_rows(tensor, ColumnRange(0, rows), ColumnRange(0, columns))
-            table = torch.empty(raw_bytes.shape, dtype=torch.uint8, pin_memory=True)
-            np.copyto(table.numpy(), raw_bytes)
+            whole = ColumnRange(0, rows), ColumnRange(0, columns)
+            table = _pinned((rows, row_bytes(tensor, whole[1])), torch.uint8)
+            self._readers.fill(0, table.numpy(), self._reader(tensor, *whole))
             return EmbeddingTable(table.view(FLOAT_TYPES[tensor.type_name]), factor, self._device)
         table = torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
         for first, values in self._files.rows(tensor, ColumnRange(0, rows), ColumnRange(0, columns)):
@@ -101,31 +109,38 @@ class DeviceLoader:
 
     def _piece(self, tensor: TensorInfo, cut: TensorSlice) -> Piece:
         if has_planes(tensor.type_name, len(cut.held)):
+            read = partial(self._upload_rows, tensor, cut.rows, cut.held)
             at_once = max(1, SORTED_BYTES * len(cut.rows) // max(1, cut_bytes(tensor, cut)))
-            return sort_by_rows(tensor.type_name, len(cut.rows), at_once, partial(self._upload_rows, tensor, cut))
+            return sort_by_rows(tensor.type_name, len(cut.rows), at_once, read)
         dense = torch.empty((len(cut.rows), len(cut.held)), dtype=torch.bfloat16, device=self._device)
         for offset, values in self._files.rows(tensor, cut.rows, cut.held):
             dense[offset : offset + len(values)] = torch.from_numpy(values)
         return dense
 
-    def _upload_rows(self, tensor: TensorInfo, cut: TensorSlice, first: int, end: int) -> Tensor:
-        """The file's bytes of some of a cut's rows, on the device."""
-        rows = ColumnRange(cut.rows.first + first, cut.rows.first + end)
-        return self._uploader.upload(self._files.raw_rows(tensor, rows, cut.held))
+    def _upload_rows(
+        self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange, first: int, end: int
+    ) -> Tensor:
+        """The file's bytes of rows [first, end) of `rows`, on the device."""
+        some = ColumnRange(rows.first + first, rows.first + end)
+        return self._uploader.upload(len(some), row_bytes(tensor, columns), self._reader(tensor, some, columns))
+
+    def _reader(self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange) -> ReadRows:
+        def read(first: int, end: int, into: npt.NDArray[np.uint8]) -> None:
+            self._files.read_rows(tensor, ColumnRange(rows.first + first, rows.first + end), columns, into)
+
+        return read
 
 
 def cut_bytes(tensor: TensorInfo, cut: TensorSlice) -> int:
     """Bytes of a cut in the file."""
+    return len(cut.rows) * row_bytes(tensor, cut.held)
+
+
+def row_bytes(tensor: TensorInfo, columns: ColumnRange) -> int:
+    """Bytes of these columns of a row in the file."""
     block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
-    return len(cut.rows) * (len(cut.held) // block_values * block_bytes)
+    return len(columns) // block_values * block_bytes
 
 
-def _on_host(planes: Planes) -> Planes:
-    parts = (planes.codes, planes.high, planes.scales, planes.supers)
-    return Planes(planes.format, planes.rows, planes.columns, *[part.cpu() for part in parts])
-
-
-def _pinned(planes: Planes) -> Planes:
-    parts = [planes.codes, planes.high, planes.scales, planes.supers]
-    pinned = [part.pin_memory() if part.numel() else part for part in parts]
-    return Planes(planes.format, planes.rows, planes.columns, *pinned)
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

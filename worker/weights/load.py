@@ -1,7 +1,7 @@
 """Read this rank's parts of every layer and its rows of the head; migrating layers as the layer layout needs them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,13 +44,19 @@ class WeightLoader:
 
             self._device_loader = device_load.DeviceLoader(files, device)
 
+    def matrix_cuts(self) -> Iterator[list[Cut]]:
+        """What each matrix is made of that this rank runs in some layout."""
+        for layer in range(len(self._spec.layers)):
+            for part in self._placement.parts_run(layer, self._rank):
+                yield from self.cuts(layer, part).values()
+        yield [self._head_cut()]
+
     def load(self) -> Weights:
-        head_rows = head_slice(self._spec, self._placement, self._rank)
         factor_names = {layer.rope.factors_tensor for layer in self._spec.layers}
         weights = Weights(
             layers=[self._layer(layer) for layer in range(len(self._spec.layers))],
             output_norm=self._vector(self._spec.tensors["output_norm.weight"]),
-            head=self._matrix([(self._spec.tensors[self._spec.head_tensor], head_rows)]),
+            head=self._matrix([self._head_cut()]),
             rope_factors={name: self._vector(self._spec.tensors[name]) for name in factor_names if name is not None},
         )
         return_freed_memory()
@@ -66,6 +72,9 @@ class WeightLoader:
         """token_embd for a GPU's kernels; only where matrices are kept quantised."""
         assert self._device_loader is not None
         return self._device_loader.embedding(self._spec.tensors["token_embd.weight"], self._spec.embedding_scale)
+
+    def _head_cut(self) -> Cut:
+        return self._spec.tensors[self._spec.head_tensor], head_slice(self._spec, self._placement, self._rank)
 
     def _layer(self, layer: int) -> LayerWeights:
         held = self._placement.parts_held(layer, self._rank)

@@ -1,7 +1,11 @@
-"""Read parts of tensors from memory-mapped GGUF files; nothing but the rows at hand is ever private memory."""
+"""Read parts of tensors from GGUF files, mapped, or into memory that is there already.
+
+Nothing but the rows at hand is ever private memory.
+"""
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,24 +14,28 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ...proto.errors import ModelFileError
-from ...proto.model import ModelSpec, TensorInfo
+from ...proto.model import FileFacts, ModelSpec, TensorInfo
 from ...proto.ranges import ColumnRange
 
 Floats = npt.NDArray[np.float32]
 
 # Rows are dequantised in pieces of about this many values, so that loading needs little beside the parts themselves.
 PIECE_VALUES = 1 << 20
+SCRATCH_BYTES = 1 << 20  # of whole rows at once, of which some columns are wanted: less than a core's cache
 
 
 class MappedModel:
-    """The model's files, mapped read-only. `close` unmaps them."""
+    """The model's files, mapped read-only, and open. `close` unmaps and closes them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._maps = [_map(file.path, file.byte_count) for file in spec.files]
+        self._files = [_OpenFile(file.path) for file in spec.files]
+        self._maps = [_map(*pair) for pair in zip(self._files, spec.files, strict=True)]
 
     def close(self) -> None:
         self._maps.clear()
+        for file in self._files:
+            file.close()
 
     def rows(self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange) -> Iterator[tuple[int, Floats]]:
         """Pieces of `tensor[rows, columns]` in f32 as (first row of the piece within `rows`, values).
@@ -53,6 +61,28 @@ class MappedModel:
         columns_bytes = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
         return table[rows.as_slice(), columns_bytes]
 
+    def read_rows(
+        self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange, into: npt.NDArray[np.uint8]
+    ) -> None:
+        """`raw_rows` into contiguous memory of that shape, from any thread and without Python's lock.
+
+        From the page cache that is several times as fast as a copy of mapped pages, each of which has to be found
+        first. Raises ModelFileError where the file ends before.
+        """
+        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
+        row_bytes = _row_width(tensor) // block_values * block_bytes
+        wanted = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
+        file, place = self._files[tensor.file], tensor.offset + rows.first * row_bytes
+        if wanted == slice(0, row_bytes):
+            file.read(into.reshape(-1), place)
+            return
+        at_once = max(1, min(SCRATCH_BYTES // row_bytes, len(rows)))
+        scratch = np.empty((at_once, row_bytes), dtype=np.uint8)
+        for first in range(0, len(rows), at_once):
+            some = scratch[: min(at_once, len(rows) - first)]
+            file.read(some.reshape(-1), place + first * row_bytes)
+            into[first : first + len(some)] = some[:, wanted]
+
     def gather_rows(self, tensor: TensorInfo, ids: npt.NDArray[np.int64]) -> Floats:
         """The given rows of a matrix in f32: [len(ids), columns]."""
         kind = GGMLQuantizationType[tensor.type_name]
@@ -71,12 +101,30 @@ class MappedModel:
         return raw.reshape(-1, row_bytes)
 
 
-def _map(path: str, expected_bytes: int) -> npt.NDArray[np.uint8]:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected_bytes:
-            raise ModelFileError(f"{path} has {size} bytes here, but {expected_bytes} at the coordinator")
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+class _OpenFile:
+    """A file's descriptor, closed at the latest when nobody knows it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, into: npt.NDArray[np.uint8], place: int) -> None:
+        """Fill `into` with the bytes from `place` on. Raises ModelFileError where there are not as many."""
+        if not self.close.alive:
+            raise ModelFileError(f"{self.path} is closed")  # its descriptor may be another file's by now
+        done = 0
+        while done < into.nbytes:
+            count = os.preadv(self.descriptor, [into[done:].data], place + done)
+            if count == 0:
+                raise ModelFileError(f"{self.path} ends at byte {place + done}: it was cut off meanwhile")
+            done += count
+
+
+def _map(file: _OpenFile, facts: FileFacts) -> npt.NDArray[np.uint8]:
+    size = os.fstat(file.descriptor).st_size
+    if size != facts.byte_count:
+        raise ModelFileError(f"{facts.path} has {size} bytes here, but {facts.byte_count} at the coordinator")
+    return np.frombuffer(mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
 def _row_width(tensor: TensorInfo) -> int:

@@ -1,0 +1,124 @@
+"""Kernels in CUDA C: compiled by NVRTC, loaded and launched by the driver, both through their public C interfaces.
+
+Torch loads both libraries. Its own `torch.cuda._compile_kernel` does the same, but keeps nothing, asks for a CUDA
+toolkit's headers that these sources have no use for, and is not public (docs/decisions/gpu_kernels.md).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+class CompileError(RuntimeError):
+    """A source that the compiler refuses, or no compiler."""
+
+
+class CudaKernel:
+    """A kernel of a loaded image, for one device. Arguments are tensors, by their address, and 32-bit integers."""
+
+    def __init__(self, image: bytes, name: str) -> None:
+        """For the current device, which this thread has used. RuntimeError where the driver does not take the image."""
+        self._driver = _driver()
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(self._driver, self._driver.cuModuleLoadData(ctypes.byref(module), image))
+        _check(
+            self._driver,
+            self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()),
+        )
+
+    def __call__(self, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
+        """On the current stream; so many blocks of so many threads."""
+        values = [_POINTER(one.data_ptr()) if isinstance(one, Tensor) else _INT(one) for one in arguments]
+        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(
+            self._driver,
+            self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None),
+        )
+
+
+class Compiler:
+    """NVRTC for one architecture, such as "sm_90"."""
+
+    def __init__(self, architecture: str) -> None:
+        self._nvrtc = _nvrtc()
+        self._options = [f"--gpu-architecture={architecture}"]
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """All that an image depends on beside its source."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        return (f"nvrtc {major.value}.{minor.value}", f"cuda {torch.version.cuda}", *self._options)
+
+    def image(self, source: str) -> bytes:
+        """A device's code (cubin). Takes 0.1 to 0.3 s, without Python's lock. Raises CompileError."""
+        nvrtc, program = self._nvrtc, ctypes.c_void_p()
+        self._check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+        try:
+            options = (ctypes.c_char_p * len(self._options))(*(option.encode() for option in self._options))
+            if nvrtc.nvrtcCompileProgram(program, len(self._options), options) != 0:
+                raise CompileError(f"NVRTC refuses a kernel:\n{self._log(program)}")
+            size = ctypes.c_size_t()
+            self._check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+            image = ctypes.create_string_buffer(size.value)
+            self._check(nvrtc.nvrtcGetCUBIN(program, image))
+            return image.raw
+        finally:
+            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _log(self, program: ctypes.c_void_p) -> str:
+        size = ctypes.c_size_t()
+        self._check(self._nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        self._check(self._nvrtc.nvrtcGetProgramLog(program, log))
+        return log.value.decode(errors="replace")
+
+    def _check(self, result: int) -> None:
+        if result:
+            raise CompileError(f"NVRTC: {self._nvrtc.nvrtcGetErrorString(result).decode()}")
+
+
+@cache
+def _nvrtc() -> Any:
+    """The one that torch has loaded, else one beside it."""
+    names = ["libnvrtc.so"]
+    if torch.version.cuda is not None:
+        names.insert(0, f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    for name in (*names, *_nvrtc_files()):
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    raise CompileError("NVRTC is not there: it comes with the CUDA build of torch (nvidia-cuda-nvrtc)")
+
+
+def _nvrtc_files() -> list[str]:
+    """In NVIDIA's packages of this Python, the newest first."""
+    found = find_spec("nvidia")
+    folders = (found.submodule_search_locations or []) if found is not None else []
+    return sorted((str(file) for folder in folders for file in Path(folder).glob("*/lib/libnvrtc.so.*")), reverse=True)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(driver: Any, result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")
