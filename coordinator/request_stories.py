@@ -24,6 +24,7 @@ class RequestStories:
         self.lengths = AnswerLengths()  # of all answers so far
         self._times: dict[RequestId, RequestTimes] = {}
         self._continuations = Continuations()
+        self._rows_told: set[RequestId] = set()  # logits or scores of some positions have been
         self._events: list[Event] = []
 
     @property
@@ -50,6 +51,7 @@ class RequestStories:
                     self._times[event.request].last_result = now
                     self._events.append(self._continuations.numbered(event))
                 case LogitsEvent() | ScoresEvent():
+                    self._rows_told.add(event.request)
                     self._times[event.request].last_result = now
                     self._events.append(event)
                 case Ended():
@@ -63,7 +65,8 @@ class RequestStories:
 
     def group_lost(self, session: Session, cause: str) -> GenerationRequest | None:
         """What is to be asked of the next group for a request of a lost one; None: it has ended, and is told so."""
-        if session.phase is not Phase.ENDED and not can_resume(session.plan.request):
+        told = bool(session.tokens) or session.plan.request_id in self._rows_told
+        if session.phase is not Phase.ENDED and told and not can_resume(session.plan.request):
             session.error = f"the group was lost ({cause}), and what was asked cannot be gone on with"
             session.end(FinishReason.ERROR)
         times = self._times.pop(session.plan.request_id)
@@ -74,6 +77,7 @@ class RequestStories:
 
     def _finish(self, session: Session, times: RequestTimes) -> None:
         request_id = session.plan.request_id
+        self._rows_told.discard(request_id)
         result = self._continuations.told(request_id, build_result(session, times))
         self.lengths = self.lengths.after(len(result.tokens), complete=result.finish_reason is FinishReason.STOP)
         self._events.append(FinishedEvent(request_id, result))

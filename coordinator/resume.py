@@ -17,7 +17,7 @@ from .schedule.session import Session
 
 
 def can_resume(request: GenerationRequest) -> bool:
-    """Not where every position was asked for: some have been told, and would be again."""
+    """Whether it can once some of its result has been told; not where every position was asked for."""
     return not (request.logits or request.targets or request.forced)
 
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import LOST, Driver
 from gearshift.coordinator.driver_settings import DriverSettings
-from gearshift.coordinator.generation import Event, FinishedEvent, GenerationRequest, TokenEvent
+from gearshift.coordinator.generation import (
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+    LogitsEvent,
+    ScoresEvent,
+    TokenEvent,
+)
 from gearshift.coordinator.one_request import generate
 from gearshift.proto.errors import GearshiftError, InputError, WorkerFailedError, WorkerLostError
 from gearshift.proto.generation_result import FinishReason, GenerationResult
@@ -152,7 +159,24 @@ def test_a_stop_string_ends_the_answer_whichever_group_wrote_it(stop_at: int) ->
     assert result.finish_reason is FinishReason.STOP
 
 
-def test_requests_for_every_position_end_with_an_error_and_others_go_on() -> None:
+@pytest.mark.parametrize("reports", [0, 3])
+def test_requests_for_every_position_of_which_nothing_was_told_are_read_again(reports: int) -> None:
+    driver, _ = mortal_driver(LOADING + reports, LOADING + reports)
+    driver.submit(asked(logits=True, max_tokens=0, forced=PROMPT[:5]))
+    driver.submit(asked(max_tokens=0, targets=(-1, *PROMPT[1:])))
+    events = finish(driver)
+    assert driver.restarts == 2
+    rows = [event.rows for event in events if isinstance(event, LogitsEvent)]
+    positions = [position for part in rows for position in range(part.start, part.start + part.rows)]
+    assert positions == list(range(105)), "each once"
+    scores = [event.scores for event in events if isinstance(event, ScoresEvent)]
+    assert sum(len(part.logprobs) for part in scores) == 99
+    for request in range(2):
+        result = told(events, request)[1]
+        assert (result.finish_reason, result.restarts, result.prompt_tokens) == (FinishReason.LENGTH, 2, 100)
+
+
+def test_requests_of_which_some_positions_were_told_end_with_an_error_and_others_go_on() -> None:
     driver, _ = mortal_driver(LOADING + 8)
     driver.submit(asked(logits=True))
     driver.submit(asked(max_tokens=5))
