@@ -1,11 +1,15 @@
 """Files that the user names, good and bad."""
 
+import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
+from gearshift.launch import inputs
 from gearshift.launch.inputs import read_text, read_token_list
 from gearshift.launch.prompts import PromptText, PromptTokens, prompt_tokens, read_prompt
 from gearshift.proto.errors import InputError
@@ -31,6 +35,31 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_text(str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="directory"):
         read_text(str(tmp_path))
+
+
+def test_a_pipe_that_nobody_writes_to_is_named_and_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "WRITER_SECONDS", 0.01)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=r"pipe: nobody has written to it for 0\.01 s"):
+        read_token_list(str(pipe))
+    writer = os.open(pipe, os.O_RDWR)  # somebody who has it open and says nothing
+    with pytest.raises(InputError, match="nobody has written"):
+        read_text(str(pipe))
+    os.close(writer)
+
+
+def test_what_is_written_to_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ids = list(range(100_000))  # more than a pipe holds
+    writer = threading.Thread(target=lambda: pipe.write_text(json.dumps(ids)))
+    writer.start()
+    assert read_token_list(str(pipe)) == ids
+    writer.join(10)
+    assert read_text("/dev/null") == ""
 
 
 def test_token_files_hold_one_list(tmp_path: Path) -> None:
