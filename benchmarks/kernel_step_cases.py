@@ -1,7 +1,7 @@
 """What `kernels.py` times between products, of prompts and of shifts; and the list of all that it times."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -114,10 +114,7 @@ def come_exchanges(ranks: int, width: int, on_host: bool, count: int) -> tuple[l
     away[1:] = spare.data_ptr()
     sequences = torch.zeros(count, 16, dtype=torch.int32, device=DEVICE)
     made = [Exchange.over(away, ranks, 0, width, on_host, keep=(come, spare)) for _ in range(count)]
-    exchanges = [
-        Exchange(ranks, 0, width, one.inboxes, sequences[number], one.choice_sequence, one.failed, on_host, one.keep)
-        for number, one in enumerate(made)
-    ]
+    exchanges = [replace(one, sums_sequence=sequences[number]) for number, one in enumerate(made)]
 
     def again() -> None:
         sequences.zero_()
