@@ -98,21 +98,31 @@ def test_a_record_names_the_machine_and_what_its_links_depend_on(monkeypatch: py
     assert {"machine", "torch", "python", "load_average", "cores"} <= facts.keys()
 
 
-def test_every_kernel_that_is_launched_is_timed_and_checked() -> None:
+def launched_kernels() -> set[str]:
     """By the sources alone: Triton is not there on every machine."""
-    root = Path(__file__).parents[1]
-    kernels = root / "worker" / "kernels"
+    worker = Path(__file__).parents[1] / "worker"
     jitted = {
         name
-        for file in kernels.glob("*_triton.py")
+        for file in (worker / "kernels").glob("*_triton.py")
         for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
     }
-    launching = "".join(file.read_text() for file in (root / "worker").rglob("*.py"))
-    launched = {name for name in jitted if re.search(rf"\b{name}\[", launching)} | {"multiply_batch"}
-    assert len(launched) > 10
-    cases = "".join(file.read_text() for file in (root / "benchmarks").glob("kernel_*cases.py"))
+    launching = "".join(file.read_text() for file in worker.rglob("*.py"))
+    return {name for name in jitted if re.search(rf"\b{name}\[", launching)}
+
+
+def test_every_kernel_that_is_launched_is_timed_and_checked() -> None:
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    cases = "".join(file.read_text() for file in benchmarks.glob("kernel_*cases.py"))
     named = set(re.findall(r"\w+", " ".join(re.findall(r'"([^"\n]*)"', cases))))
+    launched = launched_kernels() | {"multiply_batch"}
+    assert len(launched) > 10
     assert launched <= named, f"benchmarks/kernel_cases.py has no {', '.join(sorted(launched - named))}"
+
+
+def test_every_kernel_that_is_launched_is_compiled_for_all_cards() -> None:
+    compiled = (Path(__file__).parent / "worker" / "test_gpu_kernels.py").read_text()
+    missing = {name for name in launched_kernels() if f"_triton.{name}," not in compiled}
+    assert not missing, f"tests/worker/test_gpu_kernels.py compiles no {', '.join(sorted(missing))}"
 
 
 EIGHT_B = Floors(

@@ -78,6 +78,12 @@ def sources():
     yield source(parcel_triton.pack_blocks, parcels, dict(WIDTH=1021, TILE=4096))
     yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=True))
     yield source(parcel_triton.unpack_blocks, parcels, dict(WIDTH=1021, TILE=4096, PUT=False))
+    for many in (False, True):
+        yield source(quant_triton.quantize_rows, dict(stride="i32", xq="*i8", halves="*fp16"),
+            dict(K=4096, M=16, MANY=many))
+    yield source(quant_triton.gather_dense_rows, dict(table="*bf16", ids="*i32", factor="fp32"),
+        dict(D=4096, BLOCK=1024))
+    yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=True, BN=2, G=16))
 
 print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for each in sources()))
 """
