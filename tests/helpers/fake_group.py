@@ -7,8 +7,7 @@ ones are, and the model is a function of what it reads back from them: a block l
 
 import struct
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from itertools import product
 from random import Random
 
@@ -22,7 +21,6 @@ from gearshift.proto.commands import (
     HashKv,
     LoadModel,
     MeasureCosts,
-    Move,
     OpenRequest,
     PrepareShift,
     ReadClock,
@@ -31,11 +29,10 @@ from gearshift.proto.commands import (
     Shutdown,
 )
 from gearshift.proto.ids import ComputeType, KvType, Layout, Rank, RequestId
-from gearshift.proto.kv import BLOCK_TOKENS, BundleTable, KvFormat
+from gearshift.proto.kv import BLOCK_TOKENS, KvFormat
 from gearshift.proto.reports import (
     AnyReport,
     ClockRead,
-    DamagedMove,
     KvHashed,
     LoadProgress,
     LogitRows,
@@ -43,35 +40,12 @@ from gearshift.proto.reports import (
     ModelLoaded,
     SampledToken,
     Scores,
-    ShiftCommitted,
-    ShiftDamaged,
-    ShiftPrepared,
     TickFinished,
 )
+from gearshift.tests.helpers.fake_cells import Bundle, FakeCells, FakeRequest
 from gearshift.tests.helpers.fake_model import logits_row, logprob, next_token
+from gearshift.tests.helpers.fake_shifts import FakeShifts
 from gearshift.tests.helpers.measured import measured_costs
-
-Bundle = tuple[int, int]
-Slot = tuple[int, int]  # (rank, slot)
-
-
-@dataclass
-class FakeRequest:
-    """What all ranks together know of an open request."""
-
-    command: OpenRequest
-    layout: Layout
-    table: BundleTable
-    target: BundleTable | None = None
-    to: Layout | None = None
-    written: list[int] = field(default_factory=list)  # positions, by stage
-    moved: Counter[tuple[int, int]] = field(default_factory=Counter)  # (stage, block)
-    accepted: bool = True
-    in_place: bool = False  # source and target share slots
-    last_token: int = -1
-    fed: list[int] = field(default_factory=list)  # by position, prompt and decode steps
-    returned: bool = False  # a kept prefix has come back to the prompt's layout
-    void: bool = False  # its commit found damage: decode steps are left out until the shift is made or abandoned
 
 
 class FakeGroup:
@@ -103,19 +77,18 @@ class FakeGroup:
         self.most_outstanding = 0
         self.requests: dict[RequestId, FakeRequest] = {}
         self.ended: set[RequestId] = set()
-        self.owner: list[dict[int, tuple[RequestId, Bundle, int]]] = [{} for _ in range(ranks)]
-        self._cells: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]  # (slot, row) -> token
-        # What freed slots still hold, until they are granted again: cells that an `OpenRequest` may count as cached.
-        self._left: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]
+        self._reports: list[deque[AnyReport]] = [deque() for _ in range(ranks)]
+        self.cells = FakeCells(ranks, slots, empty)
         self._slots = slots
         self._random = random or Random(0)
         self._empty = empty
-        self._declining = declining
         self._damaging = Counter(damaging or {})
+        self._shifts = FakeShifts(
+            ranks, self.cells, self.requests, self._random, declining, self._damaging, self._report
+        )
         self._silent = silent
         self._failing_after = failing_after
         self._measured_speeds = measured_speeds or (1.0,) * ranks
-        self._reports: list[deque[AnyReport]] = [deque() for _ in range(ranks)]
         self._stages: tuple[Chunk | None, ...] = (None,) * ranks
         self._sampled = 0
         self._unreported: Counter[int] = Counter()
@@ -128,11 +101,11 @@ class FakeGroup:
             case OpenRequest():
                 self._open(command)
             case PrepareShift():
-                self._prepare(command)
+                self._shifts.prepare(command)
             case AbandonShift():
-                self._abandon(command)
+                self._shifts.abandon(command)
             case CommitShift():
-                self._commit(command)
+                self._shifts.commit(command)
             case RunTick():
                 self._run(command)
             case HashKv():
@@ -169,9 +142,7 @@ class FakeGroup:
     @property
     def clean(self) -> bool:
         """Nothing is held and nothing is under way."""
-        return not self.requests and not any(self.owner) and not any(self._stages[:-1]) and not any(self._reports)
-
-    # Slots
+        return not self.requests and not any(self.cells.owner) and not any(self._stages[:-1]) and not any(self._reports)
 
     def _all(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.ranks)]
@@ -179,193 +150,25 @@ class FakeGroup:
     def _report(self, report: AnyReport) -> None:
         self._reports[report.rank].append(report)
 
-    def _bundles(self) -> list[Bundle]:
-        return [bundle for bundle in product(range(self.ranks), repeat=2) if bundle not in self._empty]  # type: ignore[misc]
-
-    def _acquire(
-        self, request: RequestId, table: BundleTable, layout: Layout, moving_only: bool, cached: int = 0,
-        but: frozenset[Slot] = frozenset(),
-    ) -> None:  # fmt: skip
-        for bundle in product(range(self.ranks), repeat=2):
-            slots = table.slots[bundle[0]][bundle[1]]
-            if bundle in self._empty:
-                assert slots == (), "an empty bundle needs no slot"
-            elif not (moving_only and bundle[0] == bundle[1]):
-                rank = holder(bundle, layout)  # type: ignore[arg-type]
-                for block, slot in enumerate(slots):
-                    if (rank, slot) in but:
-                        continue
-                    assert 0 <= slot < self._slots[rank], "a slot outside the arena"
-                    assert slot not in self.owner[rank], "a slot granted twice"
-                    self.owner[rank][slot] = request, bundle, block  # type: ignore[assignment]
-                    for row in range(BLOCK_TOKENS):
-                        token = self._left[rank].pop((slot, row), None)
-                        if token is not None and block * BLOCK_TOKENS + row < cached:
-                            self._cells[rank][slot, row] = token
-
-    def _release(
-        self, table: BundleTable, layout: Layout, moving_only: bool, but: frozenset[Slot] = frozenset()
-    ) -> None:
-        for bundle in self._bundles():
-            if not (moving_only and bundle[0] == bundle[1]):
-                rank = holder(bundle, layout)
-                for slot in table.slots[bundle[0]][bundle[1]]:
-                    if (rank, slot) in but:
-                        continue
-                    del self.owner[rank][slot]
-                    for row in range(BLOCK_TOKENS):
-                        if (token := self._cells[rank].pop((slot, row), None)) is not None:
-                            self._left[rank][slot, row] = token
-
-    def _moving_slots(self, table: BundleTable, layout: Layout) -> frozenset[Slot]:
-        return frozenset(
-            (holder(bundle, layout), slot)
-            for bundle in self._bundles()
-            if bundle[0] != bundle[1]
-            for slot in table.slots[bundle[0]][bundle[1]]
-        )
-
-    def _write(self, request: FakeRequest, bundle: Bundle, position: int, token: int) -> None:
-        slot = request.table.slots[bundle[0]][bundle[1]][position // BLOCK_TOKENS]
-        rank = holder(bundle, request.layout)
-        assert self.owner[rank][slot] == (request.command.request, bundle, position // BLOCK_TOKENS)
-        self._cells[rank][slot, position % BLOCK_TOKENS] = token
-
-    def _read(self, request: FakeRequest, bundle: Bundle, tokens: int) -> list[int]:
-        slots = request.table.slots[bundle[0]][bundle[1]]
-        cells = self._cells[holder(bundle, request.layout)]
-        return [cells[slots[position // BLOCK_TOKENS], position % BLOCK_TOKENS] for position in range(tokens)]
-
-    def _check_cells(self, request: FakeRequest) -> None:
-        """Every bundle holds what was fed. Slow: done after a shift and at the end."""
-        for bundle in self._bundles():
-            written = request.written[bundle[0]]
-            assert self._read(request, bundle, written) == request.fed[:written], f"bundle {bundle} is damaged"
-
-    # Requests and shifts
+    # Requests
 
     def _open(self, command: OpenRequest) -> None:
         assert command.request not in self.requests
         assert command.request not in self.ended
         assert 0 <= command.cached_tokens < len(command.prompt), "the last token of a prompt must be run"
         cached = command.cached_tokens
-        self._acquire(command.request, command.table, command.layout, moving_only=False, cached=cached)
+        self.cells.acquire(command.request, command.table, command.layout, moving_only=False, cached=cached)
         request = FakeRequest(command, command.layout, command.table, written=[cached] * self.ranks)
         request.fed = list(command.prompt[:cached])
         self.requests[command.request] = request
-        self._check_cells(request)
-
-    def _prepare(self, command: PrepareShift) -> None:
-        request = self.requests[command.request]
-        assert request.target is None and command.to is not request.layout  # noqa: PT018
-        stayed = request.command.cached_tokens // BLOCK_TOKENS * BLOCK_TOKENS if request.returned else 0
-        shared = self._moving_slots(request.table, request.layout) if command.in_place else frozenset()
-        self._acquire(command.request, command.table, command.to, moving_only=True, cached=stayed, but=shared)
-        request.in_place = command.in_place
-        for rank in range(self.ranks):
-            assert command.table.slots[rank][rank] == request.table.slots[rank][rank], "(s, s) never moves"
-        request.target, request.to = command.table, command.to
-        refusing = self._random.randrange(self.ranks) if command.request in self._declining else None
-        request.accepted = refusing is None
-        for rank in self._all():
-            self._report(ShiftPrepared(rank, command.request, rank != refusing, "no room" if rank == refusing else ""))
-
-    def _abandon(self, command: AbandonShift) -> None:
-        request = self.requests[command.request]
-        assert request.target is not None and request.to is not None  # noqa: PT018
-        stay = self._moving_slots(request.table, request.layout) if request.in_place else frozenset()
-        self._release(request.target, request.to, moving_only=True, but=stay)
-        request.target = request.to = None
-        request.void, request.moved = False, Counter()
-
-    def _commit(self, command: CommitShift) -> None:
-        request = self.requests[command.request]
-        assert request.target is not None
-        assert command.to is request.to
-        assert request.accepted, "committed though a rank declined"
-        cached, prompt = request.command.cached_tokens, len(request.command.prompt)
-        returns = request.written == [cached] * self.ranks and cached > 0
-        first = cached // BLOCK_TOKENS if request.returned else 0
-        blocks = range(first, -(-(cached if returns else prompt) // BLOCK_TOKENS))
-        assert request.moved == Counter(product(range(self.ranks), blocks)), "each block moves exactly once"
-        moving = sorted({stage for stage, part in self._bundles() if stage != part})
-        if self._damaging[command.request] > 0 and moving:
-            self._damaging[command.request] -= 1
-            self._damage(request, command.to, self._random.choice(moving), self._random.choice(blocks))
-            return
-        request.void = False
-        request.returned, request.moved = returns, Counter()
-        stay = self._moving_slots(request.target, command.to) if request.in_place else frozenset()
-        self._release(request.table, request.layout, moving_only=True, but=stay)
-        request.table, request.layout, request.target = request.target, command.to, None
-        for bundle in self._bundles():
-            for block, slot in enumerate(request.table.slots[bundle[0]][bundle[1]]):
-                self.owner[holder(bundle, command.to)][slot] = command.request, bundle, block
-        self._check_cells(request)
-        for rank in self._all():
-            self._report(ShiftCommitted(rank, command.request, command.to, 0.25, 0.125 * (rank + 1), 64, 0))
-
-    def _damage(self, request: FakeRequest, to: Layout, stage: int, block: int) -> None:
-        """A block came to other bytes: no rank commits, and what the log holds of the request's steps is void."""
-        assert request.target is not None
-        request.void = True
-        request.moved[stage, block] -= 1  # to be moved once more
-        receivers: dict[int, DamagedMove] = {}
-        for bundle in self._bundles():
-            if bundle[0] == stage != bundle[1]:
-                rank, slot = holder(bundle, to), request.target.slots[bundle[0]][bundle[1]][block]
-                receivers[rank] = DamagedMove(*bundle, block, block + 1)
-                for row in range(BLOCK_TOKENS):
-                    if (slot, row) in self._cells[rank]:
-                        self._cells[rank][slot, row] ^= 1
-        for rank in self._all():
-            moves = (receivers[rank],) if rank in receivers else ()
-            self._report(ShiftDamaged(rank, request.command.request, to, moves))
-
-    def _take_move(self, move: Move) -> list[tuple[int, int, int]]:
-        """(rank, cell's slot and row) contents as they are when the tick begins, to be put down when it ends."""
-        request = self.requests[move.request]
-        assert request.target is not None
-        assert request.to is move.to
-        assert request.accepted, "moved though a rank declined"
-        prompt = len(request.command.prompt)
-        assert 0 <= move.first_block < move.end_block
-        written = request.written[move.stage]
-        whole = written == prompt or (written == request.command.cached_tokens and not request.returned)
-        assert written // BLOCK_TOKENS >= move.end_block or whole, "moved before it was written"
-        arrivals = []
-        for block in range(move.first_block, move.end_block):
-            request.moved[move.stage, block] += 1
-            for bundle in self._bundles():
-                if bundle[0] == move.stage and bundle[0] != bundle[1]:
-                    arrivals += self._block_copies(request, bundle, block)
-        return arrivals
-
-    def _check_swaps(self, moves: Sequence[Move]) -> None:
-        """In place, what comes to a slot and what leaves it move in one tick, when all of the prompt is written."""
-        for request_id in {move.request for move in moves if self.requests[move.request].in_place}:
-            request = self.requests[request_id]
-            mine = [move for move in moves if move.request == request_id]
-            assert len({(move.first_block, move.end_block) for move in mine}) == 1
-            assert sorted(move.stage for move in mine) == list(range(self.ranks))
-            assert request.written == [len(request.command.prompt)] * self.ranks
-
-    def _block_copies(self, request: FakeRequest, bundle: Bundle, block: int) -> list[tuple[int, int, int]]:
-        assert request.target is not None
-        assert request.to is not None
-        source = self._cells[holder(bundle, request.layout)]
-        old = request.table.slots[bundle[0]][bundle[1]][block]
-        new = request.target.slots[bundle[0]][bundle[1]][block]
-        rank = holder(bundle, request.to)
-        return [
-            (rank, new * BLOCK_TOKENS + row, source[old, row]) for row in range(BLOCK_TOKENS) if (old, row) in source
-        ]
+        self.cells.check(request)
 
     def _hash(self, command: HashKv) -> None:
         request = self.requests[command.request]
         for rank in self._all():
-            held = [bundle for bundle in self._bundles() if holder(bundle, request.layout) == rank]
-            digests = tuple((*bundle, bundle[1], str(self._read(request, bundle, command.tokens))) for bundle in held)
+            held = [bundle for bundle in self.cells.bundles() if holder(bundle, request.layout) == rank]
+            rows = [str(self.cells.read(request, bundle, command.tokens)) for bundle in held]
+            digests = tuple((*bundle, bundle[1], read) for bundle, read in zip(held, rows, strict=True))
             self._report(KvHashed(rank, command.request, digests))
 
     # Ticks
@@ -377,8 +180,8 @@ class FakeGroup:
         assert len(stages) == self.ranks
         assert stages[1:] == self._stages[:-1], "a chunk goes on by one stage each tick"
         self._stages = stages
-        arrivals = [arrival for move in tick.moves for arrival in self._take_move(move)]
-        self._check_swaps(tick.moves)
+        arrivals = [arrival for move in tick.moves for arrival in self._shifts.take_move(move)]
+        self._shifts.check_swaps(tick.moves)
         tokens: list[SampledToken] = []
         logits: list[LogitRows] = []
         scores: list[Scores] = []
@@ -387,7 +190,7 @@ class FakeGroup:
                 self._read_chunk(chunk, Layout.LAYER, [stage])
         if tick.tensor_chunk is not None:
             self._read_chunk(tick.tensor_chunk, Layout.TENSOR, list(range(self.ranks)))
-        arrivals += [arrival for move in tick.late_moves for arrival in self._take_move(move)]
+        arrivals += [arrival for move in tick.late_moves for arrival in self._shifts.take_move(move)]
         for chunk in (stages[-1], tick.tensor_chunk):
             if chunk is not None:
                 self._finish_chunk(chunk, tokens, logits, scores)
@@ -395,7 +198,7 @@ class FakeGroup:
         for batch in tick.decode:
             self._decode(batch, tokens, logits)
         for rank, cell, token in arrivals:
-            self._cells[rank][divmod(cell, BLOCK_TOKENS)] = token
+            self.cells.at[rank][divmod(cell, BLOCK_TOKENS)] = token
         for request in tick.frees:
             self._free(request)
         for rank in self._all():
@@ -426,7 +229,7 @@ class FakeGroup:
             assert request.written[stage] == chunk.start, "chunks come in order"
             for part, (index, token) in product(range(self.ranks), enumerate(chunk.tokens)):
                 if (stage, part) not in self._empty:
-                    self._write(request, (stage, part), chunk.start + index, token)
+                    self.cells.write(request, (stage, part), chunk.start + index, token)
             request.written[stage] += len(chunk.tokens)
         request.fed[chunk.start :] = request.fed[chunk.start :] or chunk.tokens
 
@@ -468,8 +271,8 @@ class FakeGroup:
                 fed = entry.forced[step] if entry.forced else request.last_token
                 assert fed >= 0, "a decode step before the first token"
                 assert min(request.written) == max(request.written) == position, "positions without a gap"
-                for bundle in self._bundles():
-                    self._write(request, bundle, position, fed)
+                for bundle in self.cells.bundles():
+                    self.cells.write(request, bundle, position, fed)
                 request.written = [position + 1] * self.ranks
                 request.fed.append(fed)
                 if batch.logits:
@@ -493,6 +296,6 @@ class FakeGroup:
         request = self.requests.pop(request_id)
         assert request.target is None, "freed with a shift under way"
         assert all(chunk is None or chunk.request != request_id for chunk in self._stages[:-1]), "freed in the pipeline"
-        self._check_cells(request)
-        self._release(request.table, request.layout, moving_only=False)
+        self.cells.check(request)
+        self.cells.release(request.table, request.layout, moving_only=False)
         self.ended.add(request_id)
