@@ -51,8 +51,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Requests that were shifted with their weights: seconds and bytes of the shifts."""
+    """Requests that were shifted with their weights from `source`: seconds and bytes of the shifts."""
 
+    source: str  # "fastest": as chosen in use
     prompt_tokens: int
     exposed_seconds: float
     least_exposed_seconds: float
@@ -97,8 +98,12 @@ def link_speed(driver: Driver, source: WeightSource) -> float:
     return link.bytes_per_second if link is not None else 0.0
 
 
-def measure_exposed(driver: Driver, prompt_tokens: int, rounds: int, seed: int) -> Exposed:
+def measure_exposed(
+    driver: Driver, source: WeightSource | None, prompt_tokens: int, rounds: int, seed: int
+) -> Exposed:
+    """`source` None: the fastest, as in use."""
     shifts = []
+    driver.weights.source = source
     for number in range(1 + rounds):
         driver.bring_weights(Layout.LAYER)
         prompt = made_up_prompt(seed + number, prompt_tokens, driver.spec.vocab)
@@ -106,14 +111,16 @@ def measure_exposed(driver: Driver, prompt_tokens: int, rounds: int, seed: int) 
         if run.result.shift is None:
             raise SystemExit(f"a request was not shifted: {run.result.warning}")
         shifts.append(run.result.shift)
+    driver.weights.source = None
     exposed = [shift.exposed_seconds for shift in shifts[1:]]
+    moved = statistics.median(shift.seconds for shift in shifts[1:])
     return Exposed(
-        prompt_tokens, statistics.median(exposed), min(exposed), statistics.median(s.seconds for s in shifts[1:]),
+        source or "fastest", prompt_tokens, statistics.median(exposed), min(exposed), moved,
         shifts[-1].kv_bytes, shifts[-1].weight_bytes,
     )  # fmt: skip
 
 
-def table(ways: Sequence[Way], exposed: Exposed, memory: Sequence[dict[str, int]]) -> str:
+def table(ways: Sequence[Way], exposed: Sequence[Exposed], memory: Sequence[dict[str, int]]) -> str:
     lines = [f"{'to':>8}{'from':>8}{'groups':>8}{'MiB a rank':>12}{'ms':>10}{'GB/s':>8}{'of link time':>14}"]
     for way in ways:
         speed = way.busiest_rank_bytes / way.seconds / 1e9 if way.seconds else 0.0
@@ -122,15 +129,16 @@ def table(ways: Sequence[Way], exposed: Exposed, memory: Sequence[dict[str, int]
             f"{way.to:>8}{way.source:>8}{way.groups:>8}{way.busiest_rank_bytes / MEBIBYTE:>12.1f}"
             f"{1e3 * way.seconds:>10.1f}{speed:>8.2f}{told:>14}"
         )
-    lines.append(
-        f"exposed: {1e3 * exposed.exposed_seconds:.1f} ms (least {1e3 * exposed.least_exposed_seconds:.1f}) behind "
-        f"prompts of {exposed.prompt_tokens} tokens, with {exposed.weight_bytes / MEBIBYTE:.1f} MiB of weights and "
-        f"{exposed.kv_bytes / MEBIBYTE:.1f} MiB of keys and values"
-    )
-    for rank, one in enumerate(memory):
+    for one in exposed:
         lines.append(
-            f"rank {rank}: planned {one['planned_bytes'] / MEBIBYTE:.1f} MiB at most, held "
-            f"{one['peak_bytes'] / MEBIBYTE:.1f} MiB ({one['peak_bytes'] / one['planned_bytes']:.1%})"
+            f"exposed, {one.source}: {1e3 * one.exposed_seconds:.1f} ms (least {1e3 * one.least_exposed_seconds:.1f}) "
+            f"behind prompts of {one.prompt_tokens} tokens, with {one.weight_bytes / MEBIBYTE:.1f} MiB of weights and "
+            f"{one.kv_bytes / MEBIBYTE:.1f} MiB of keys and values"
+        )
+    for rank, held in enumerate(memory):
+        lines.append(
+            f"rank {rank}: planned {held['planned_bytes'] / MEBIBYTE:.1f} MiB at most, held "
+            f"{held['peak_bytes'] / MEBIBYTE:.1f} MiB ({held['peak_bytes'] / held['planned_bytes']:.1%})"
         )
     return "\n".join(lines)
 
@@ -155,7 +163,12 @@ def main() -> None:
         if not driver.weights.migrates:
             raise SystemExit("no layer migrates: --residency migrate, and at least two workers")
         ways = measure_ways(driver, options.rounds)
-        exposed = measure_exposed(driver, options.prompt, options.rounds, options.seed)
+        # A copy in host memory comes beside the prompt's last chunk, what a peer sends behind it.
+        on_host = WeightSource.HOST in driver.weights.sources(Layout.TENSOR)
+        sources = (None, WeightSource.PEER, WeightSource.HOST) if on_host else (None,)
+        exposed = [
+            measure_exposed(driver, source, options.prompt, options.rounds, options.seed) for source in sources
+        ]
         memory = [
             {"planned_bytes": one.planned_bytes, "peak_bytes": one.peak_bytes, "reserved": one.device_reserved_bytes}
             for one in driver.memory()
@@ -171,7 +184,7 @@ def main() -> None:
         "link_options": {"no_peer": options.no_peer, "throttle_link": options.throttle_link},
         **machine_facts(devices),
         "ways": [asdict(way) | {"of_link_time": way.of_link_time} for way in ways],
-        "exposed": asdict(exposed), "memory": memory,
+        "exposed": [asdict(one) for one in exposed], "memory": memory,
     }  # fmt: skip
     print(json.dumps(record))
 
