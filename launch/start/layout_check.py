@@ -7,6 +7,7 @@ same ids are read as a prompt, too. A row or two may lie where rounding decides;
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -69,11 +70,13 @@ class LayoutDifference:
 
 def check_layouts(driver: Driver, *, left_open: bool) -> None:
     """Compare, and tell. Where one is damaged and they were `left_open`, requests keep to the layer layout."""
+    begun = monotonic()
     found = compare_layouts(driver)
+    seconds = monotonic() - begun
     wrong = [one.told for one in found if not one.agrees]
     if found and not wrong:
         worst = max(found, key=lambda one: one.divergence)
-        note(f"layouts compared on a made-up prompt: they agree ({worst.told})")
+        note(f"layouts compared on a made-up prompt in {seconds:.1f} s: they agree ({worst.told})")
     for told in wrong:
         warn(f"these logits are not those of layer->layer: {told}")
     if left_open and any(one.damaged for one in found if one.way != AS_PROMPT):
