@@ -22,7 +22,7 @@ from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
 from ..console import note, warn
 
-PROMPT_TOKENS, STEPS = 40, 8
+PROMPT_TOKENS, STEPS = 24, 8  # more rows than steps of a batch have; few, as all logits come to the host
 COMPARED_ROWS = 16  # the prompt's last and the steps'
 MOST_DIVERGENCE = 0.01  # Kullback-Leibler, of the median row
 NEAR_TIE = 0.05  # of logits: here rounding may choose another token
