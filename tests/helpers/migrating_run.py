@@ -131,12 +131,12 @@ def new_migrating_run(
 ) -> MigratingRun:
     """`in_place`: slots for the keys and values of two requests in one layout, so that shifts are made in place.
 
-    `on_host`: copies in host memory are a source, the fastest.
+    `on_host`: all parts come from copies in host memory.
     """
     journeys = [(LAYER, TENSOR), (TENSOR, LAYER)]
     one = slots_needed(-(-CONTEXT // 64), ranks, frozenset(), journeys, in_place=in_place)
     slots = tuple((2 if in_place else 4) * count for count in one)
     pool = SlotPool(slots)
     scheduler = Scheduler(SchedulerSettings(ranks, shift_in_place=in_place, swap_blocks=1), pool)
-    scheduler.weights = WeightKeeper(ranks, ways_of(ranks))
+    scheduler.weights = WeightKeeper(ranks, ways_of(ranks), WeightSource.HOST if on_host else None)
     return MigratingRun(scheduler, MigratingGroup(ranks, slots, Random(seed), declined, on_host), pool)

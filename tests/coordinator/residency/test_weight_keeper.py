@@ -72,12 +72,15 @@ def test_a_shift_is_committed_behind_its_weights_so_that_their_time_counts_as_ex
 
 def test_stages_are_vacated_as_the_last_chunk_passes_them_once_host_memory_is_the_fastest_source() -> None:
     run = new_migrating_run(3, on_host=True)
+    run.scheduler.weights.source = None
     for index in range(2):
         run.scheduler.submit(plan(index, asked(300, 9, LAYER, TENSOR), 3))
         run.finish()
     answers_are_right(run, [(300, 9), (300, 9)])
     log = run.group.log
-    later = log[next(place for place, one in enumerate(log) if isinstance(one, OpenRequest) and one.request == 1) :]
+    again = next(place for place, one in enumerate(log) if isinstance(one, OpenRequest) and one.request == 1)
+    assert not any(isinstance(one, RunTick) and one.vacated for one in log[:again]), "not before it is known"
+    later = log[again:]
     told = [place for place, one in enumerate(later) if isinstance(one, RunTick) and one.vacated]
     assert [later[place].vacated for place in told] == [(0,), (1,), (2,)]  # type: ignore[union-attr]
     behind = later[told[-1] + 1 :][: len(ways_of(3)[TENSOR].groups)]
@@ -85,27 +88,64 @@ def test_stages_are_vacated_as_the_last_chunk_passes_them_once_host_memory_is_th
     assert all(isinstance(one, MigrateWeights) for one in behind)
 
 
-def test_a_prompt_of_one_chunk_vacates_the_stages_behind_it_once_all_ranks_have_agreed() -> None:
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("length", [8, 20, 40])
+def test_a_short_prompt_vacates_all_stages_too_once_all_ranks_have_agreed(length: int, seed: int) -> None:
+    run = new_migrating_run(3, seed=seed, on_host=True)
+    run.scheduler.submit(plan(0, asked(length, 9, LAYER, TENSOR), 3))
+    run.finish()
+    answers_are_right(run, [(length, 9)])
+    assert [stage for one in run.group.log if isinstance(one, RunTick) for stage in one.vacated] == [0, 1, 2]
+
+
+def test_a_prompt_whose_shift_a_rank_declines_vacates_nothing() -> None:
     run = new_migrating_run(3, on_host=True)
-    for index, length in enumerate((40, 20)):
-        run.scheduler.submit(plan(index, asked(length, 9, LAYER, TENSOR), 3))
-        run.finish()
-    answers_are_right(run, [(40, 9), (20, 9)])
-    vacated = [stage for one in run.group.log if isinstance(one, RunTick) for stage in one.vacated]
-    assert vacated[-3:] == [0, 1, 2]
+    run.group._shifts._declining = frozenset({0})
+    run.scheduler.submit(plan(0, asked(8, 9, LAYER, TENSOR), 3))
+    run.finish()
+    answers_are_right(run, [(8, 9)])
+    assert not group_of(run).migrations
+    assert not any(isinstance(one, RunTick) and one.vacated for one in run.group.log)
 
 
-def test_nothing_is_vacated_while_another_request_still_works_in_the_layer_layout() -> None:
+@pytest.mark.parametrize("count", range(1, 26))
+def test_nothing_is_vacated_while_another_request_still_works_in_the_layer_layout(count: int) -> None:
+    """Whichever of its steps falls on the last chunk of the one that leaves: the last one, too."""
     run = new_migrating_run(2, on_host=True)
-    run.scheduler.submit(plan(0, asked(100, 9, LAYER, TENSOR), 2))
+    run.scheduler.submit(plan(0, asked(20, count, LAYER, LAYER), 2))
+    run.scheduler.submit(plan(1, asked(100, 9, LAYER, TENSOR), 2))
+    run.finish()
+    answers_are_right(run, [(20, count), (100, 9)])
+    assert directions(group_of(run).migrations) == [TENSOR, LAYER]
+    assert list(run.sessions()) == [0, 1]
+
+
+def test_nothing_is_vacated_behind_a_chunk_whose_request_has_its_answer_to_write_there() -> None:
+    run = new_migrating_run(3, on_host=True)
+    run.scheduler.submit(plan(0, asked(20, 5, LAYER, LAYER), 3))
+    run.scheduler.submit(plan(1, asked(8, 9, LAYER, TENSOR), 3))
+    run.finish()
+    answers_are_right(run, [(20, 5), (8, 9)])
+    assert directions(group_of(run).migrations) == [TENSOR, LAYER]
+    assert list(run.sessions()) == [0, 1]
+
+
+@pytest.mark.parametrize("cancel_after", range(12, 60))
+def test_a_request_cancelled_behind_the_promise_takes_it_not_back_and_leaves_nothing_behind(cancel_after: int) -> None:
+    """Its chunk goes on to the last stage, and so do the weights."""
+    run = new_migrating_run(3, seed=cancel_after, on_host=True)
+    run.scheduler.submit(plan(0, asked(60, 9, LAYER, TENSOR), 3))
+    for _ in range(cancel_after):
+        run.send()
+        if any(run.group._reports):
+            run.report()
+    run.scheduler.cancel(RequestId(0))
+    run.scheduler.submit(plan(1, asked(60, 20, LAYER, TENSOR), 3))
     run.finish()
     run.settle()
-    before = len(run.group.log)
-    run.scheduler.submit(plan(1, asked(60, 40, LAYER, LAYER), 2))
-    run.scheduler.submit(plan(2, asked(100, 9, LAYER, TENSOR), 2))
-    run.finish()
-    answers_are_right(run, [(100, 9), (60, 40), (100, 9)])
-    assert not any(isinstance(one, RunTick) and one.vacated for one in run.group.log[before:])
+    assert run.tokens(1) == expected_answer(prompt_of(60), 20, VOCAB)
+    assert run.group.clean
+    assert run.scheduler.weights.at is LAYER
 
 
 def test_ranks_are_asked_when_the_request_opens_not_when_its_prompt_is_read() -> None:
