@@ -41,10 +41,9 @@ class Workspace:
             self._flat = self._flat.new_empty(rows * columns)
         return self._flat[: rows * columns].view(rows, columns)
 
-    @staticmethod
-    def row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    def row_runs(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
         """[first, end) of the rows of a matrix that have room at once: runs of much the same length."""
-        most = max(1, WORKSPACE_BYTES // (2 * columns))
+        most = max(1, (self._flat.numel() if self._fixed else WORKSPACE_BYTES // 2) // columns)
         runs = -(-rows // most)
         each = -(-rows // runs)
         if most >= ROWS_TOGETHER:
@@ -139,8 +138,9 @@ def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | No
     rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    for first, end in Workspace.row_runs(rows, columns):
-        weight = matrices[0].workspace.matrix(end - first, columns)
+    workspace = matrices[0].workspace
+    for first, end in workspace.row_runs(rows, columns):
+        weight = workspace.matrix(end - first, columns)
         _expand_rows(pieces, first, end, weight)
         torch.mm(x_TC, weight.T, out=out[:, first:end])
     return out
@@ -160,8 +160,9 @@ def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor
     rows, columns = matrices[0].rows, x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    for first, end in Workspace.row_runs(rows, columns):
-        weight = matrices[0].workspace.matrix(end - first, columns)
+    workspace = matrices[0].workspace
+    for first, end in workspace.row_runs(rows, columns):
+        weight = workspace.matrix(end - first, columns)
         left = 0
         for matrix in matrices:
             if matrix.held_columns:

@@ -9,6 +9,7 @@ splits are fixed, so results do not depend on which graph runs, and any context 
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,7 @@ class DecodeSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
+        self._pool: Any = None  # of all graphs: they run one after another
         self._last: IssuedSteps | None = None
 
     @property
@@ -187,8 +189,10 @@ class DecodeSteps:
             bucket.warm = True
         else:
             torch.cuda.synchronize()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._launch(bucket, choose)
             bucket.graphs[choose] = graph
             graph.replay()

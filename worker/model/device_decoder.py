@@ -76,16 +76,17 @@ class DeviceDecoder(Decoder):
         return self._stage_of_layer[layer]
 
     def reserve_workspace(self) -> None:
-        """The workspace for dequantised matrices at its greatest, before a graph holds its address."""
+        """The workspace for dequantised matrices of layers, before a graph holds its address.
+
+        The head's rows, which many are wanted of at a time by no answer, go through it in pieces.
+        """
         stacks = [
             sum(matrix.rows * matrix.held_columns for matrix in matrices)
             for layer in self._weights.layers
             for matrices in zip(*map(_matrices_of, layer.parts), strict=True)
         ]
-        head = self._weights.head
-        values = max([*stacks, head.rows * head.held_columns if isinstance(head, QuantMatrix) else 0])
         if (workspace := _workspace(self._weights)) is not None:
-            workspace.fix(values)
+            workspace.fix(max(stacks))
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
