@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...proto.commands import LinkOptions
+from ...proto.nccl_channels import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS
 from . import interfaces, mailbox, shared_memory
-from .communicators import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS, Communicators
+from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .options import no_peer_asked, settle
