@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ...proto.placement.working import EXPANDED_BYTES
 from . import quant_ops
 from .exchange import Exchange
 from .quant_ops import QuantizedRows, Sent
 from .quant_planes import Planes
 
-WORKSPACE_BYTES = 256 << 20
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
 
@@ -23,7 +23,7 @@ Piece = Planes | Tensor  # a dense piece is bf16 [rows, columns]
 
 
 class Workspace:
-    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most WORKSPACE_BYTES."""
+    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
@@ -31,7 +31,7 @@ class Workspace:
 
     def fix(self, values: int) -> None:
         """Room for any matrix of up to so many values, at one address for good: graphs hold it."""
-        self.matrix(1, min(values, WORKSPACE_BYTES // 2))
+        self.matrix(1, min(values, EXPANDED_BYTES // 2))
         self._fixed = True
 
     def matrix(self, rows: int, columns: int) -> Tensor:
@@ -43,7 +43,7 @@ class Workspace:
 
     def row_runs(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
         """[first, end) of the rows of a matrix that have room at once: runs of much the same length."""
-        most = max(1, (self._flat.numel() if self._fixed else WORKSPACE_BYTES // 2) // columns)
+        most = max(1, (self._flat.numel() if self._fixed else EXPANDED_BYTES // 2) // columns)
         runs = -(-rows // most)
         each = -(-rows // runs)
         if most >= ROWS_TOGETHER:
