@@ -141,7 +141,8 @@ def _gpu_chunk_bytes(
         for part in parts:  # one at a time
             gathered = seen * len(part.kv) * (facts.key_width + facts.value_width) * 2
             on_the_way = seen * len(part.kv) * max(facts.key_width, facts.value_width) * 2
-            results = rows * len(part.query) * (2 * 2 * facts.value_width + 4 * 4)  # past, chunk, their sums' logs
+            # Past, chunk, queries filled up to a bucket, and the logs of their sums.
+            results = rows * len(part.query) * (3 * 2 * facts.value_width + 4 * 4)
             attention = max(attention, gathered + on_the_way + results)
     return 2 * 4 * rows * spec.hidden + attention
 

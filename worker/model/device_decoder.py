@@ -231,8 +231,8 @@ class DeviceDecoder(Decoder):
         if not even or segment.rows == 1 or (window and length > window):
             how = (part.kv_head_of_query, scale, window, self._dtype)
             attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
-        elif deep_attention.suits(self._device, segment.rows, segment.start):
-            deep_attention.attend_in_two(query_TQW, key_HLW, value_HLW, scale, attended)
+        elif deep_attention.serves(self._device):
+            deep_attention.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
             result = functional.scaled_dot_product_attention(
                 query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],
