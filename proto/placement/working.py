@@ -35,7 +35,8 @@ CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
 GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
 LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
-LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
+# The code of the libraries for products and attention, 75 MiB on an H200, and the first one's workspace, 32 there.
+LIBRARY_BYTES = 107 * MEBIBYTE
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
 SPAN_COLUMNS = 256  # of activations with one scale, in a batch
 INBOX_ROWS = 16
