@@ -26,6 +26,7 @@ FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: n
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)
 KEPT_MASKS = 4
 BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
+USUAL_BATCH = 8  # requests that decode together, at most: steps of more are captured when they come
 BUCKET_STEPS = 64
 LAUNCHES_A_PART = 9  # of a layer in a step
 ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens

@@ -31,6 +31,7 @@ from .step_parts import (
     bucket_size,
     check_peers,
     head_fits,
+    kept_up_to,
     part_fits,
     splits_for,
     table_blocks,
@@ -168,6 +169,11 @@ class DecodeSteps:
             self._one_step(bucket, choose=True)
         self._last = IssuedSteps(bucket, self._exchange, states, positions, steps, unread)
         return self._last
+
+    def forget_beyond(self, requests: int) -> None:
+        assert self._last is None or self._last.was_read, "steps are under way that nobody has read"
+        self._last = None
+        self._buckets = kept_up_to(requests, self._buckets)
 
     def _exchange_held(self) -> None:
         """Waits for the steps issued."""
