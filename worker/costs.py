@@ -16,6 +16,7 @@ from ..proto.kv import block_count
 from ..proto.model import ModelSpec
 from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
+from ..proto.placement.working import USUAL_BATCH
 from ..proto.reports import CostsMeasured, KindSeconds
 from ..proto.sampling import SamplingParameters
 from .kv import KvStore, SlotRun
@@ -56,7 +57,7 @@ class CostMeter:
         self._clear_slots(command)
         kinds = layer_kinds(self._spec, self._placement, self._device)
         links, watch, batches = self._links, self._watch, [batch for _, batch in command.steps]
-        return CostsMeasured(
+        measured = CostsMeasured(
             self._rank,
             kinds=tuple(self._kind(layers, command) for layers in kinds),
             hops=_each_once(batches, self._hop),
@@ -67,6 +68,10 @@ class CostMeter:
             transfers=transfer_seconds(links, watch, command.transfer_bytes),
             host_copies=host_copy_seconds(self._device, watch, command.host_copy_bytes),
         )
+        for steps in (self._steps, self._layer_steps):
+            if steps is not None:
+                steps.forget_beyond(USUAL_BATCH)  # larger batches than a plan counts memory for
+        return measured
 
     def _kind(self, layers: tuple[int, ...], command: MeasureCosts) -> KindSeconds:
         """Each rank alone first, then what all do together. Parts that a shift would bring first are not timed."""

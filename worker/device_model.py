@@ -11,6 +11,7 @@ from ..proto.placement.plan import Placement
 from .kernels.exchange import Exchange
 from .kv import KvStore
 from .links.open import Links
+from .memory import return_unused
 from .model.chunk_pass import ChunkPass
 from .model.decode_steps import DecodeSteps, can_step
 from .model.device_decoder import DeviceDecoder
@@ -42,7 +43,7 @@ def device_parts(
         spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, links.tensor.sum_in_place,
         kv_format, embedding,
     )
-    torch.cuda.empty_cache()  # what sorting the file's bytes took
+    return_unused(device)  # what sorting the file's bytes took
     able = decoder.fused, can_step(spec, decoder), can_step_in_layers(spec, decoder, placement.stages[rank])
     here = torch.tensor([float(each) for each in able], device=device)
     fused, tensor, layer = (int(count) == placement.ranks for count in links.tensor.all_reduce(here).tolist())

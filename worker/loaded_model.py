@@ -28,7 +28,7 @@ from .costs import CostMeter
 from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
 from .kv import KvStore
-from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes
+from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, return_unused
 from .model.decoder import Decoder
 from .moves import MovesUnderWay
 from .requests import OpenRequests
@@ -108,7 +108,9 @@ class LoadedModel:
                     device_free_bytes(self.device), device_reserved_bytes(self.device),
                 )  # fmt: skip
             case MeasureCosts():
-                return self.costs.measure(command)
+                measured = self.costs.measure(command)
+                return_unused(self.device)
+                return measured
             case _:
                 assert_never(command)
 

@@ -31,7 +31,7 @@ from .heartbeat import Progress
 from .links.open import open_links
 from .loaded_model import LoadedModel, TickUnderWay
 from .loading import load_model
-from .memory import probe, return_freed_memory
+from .memory import probe, return_freed_memory, return_unused
 from .weights.files_here import files_here
 
 LOOK_SECONDS = 0.001  # between two looks at a device that is at its steps
@@ -85,8 +85,7 @@ def run(
                     model = None
                     gc.collect()  # its pieces know each other: a card's memory would stay taken until Python looks
                     return_freed_memory()
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
+                    return_unused(device)
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
                 case ReadClock():

@@ -48,7 +48,7 @@ def anonymous_bytes() -> int:
 def probe(rank: Rank, device: torch.device) -> MemoryProbed:
     """What the rank's device has left, and what this process holds of it."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what an earlier model left is free
+        return_unused(device)  # of an earlier model
         return MemoryProbed(rank, device_free_bytes(device), 0)
     return MemoryProbed(rank, free_memory_bytes(), anonymous_bytes())
 
@@ -72,6 +72,12 @@ def usable_bytes(device: torch.device) -> int:
         return free_memory_bytes()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return device_free_bytes(device) + unused
+
+
+def return_unused(device: torch.device) -> None:
+    """Give a card's driver back what torch's allocator has and does not use, such as what timing took."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def return_freed_memory() -> None:

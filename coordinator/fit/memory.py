@@ -15,13 +15,12 @@ from ...proto.placement.bundles import slot_bytes
 from ...proto.placement.device_slack import slack_bytes
 from ...proto.placement.memory import Holding, held_bytes
 from ...proto.placement.plan import Placement
-from ...proto.placement.working import Working, WorkingCase, working
+from ...proto.placement.working import USUAL_BATCH, Working, WorkingCase, working
 from ..policy.policy import Journey
 from ..schedule.slots import slots_needed, zero_bundles
 
 MEBIBYTE = 1 << 20
 OTHER_BYTES = 700 * MEBIBYTE  # a card: all that is neither weights nor KV should stay below
-USUAL_BATCH = 8  # requests that decode together, at most
 
 
 @dataclass(frozen=True, slots=True)

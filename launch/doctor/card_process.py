@@ -4,11 +4,11 @@ When a group runs nothing is taken for granted: its workers ask the driver once 
 """
 
 from ...coordinator.fit.device_memory import told_bytes
+from ...proto.nccl_channels import nccl_bytes
 
-# The driver's context grows with the card; a large one's, and the communicators, as measured on two H200 over NVLink.
+# The driver's context grows with the card; a large one's as measured on an H200.
 SMALL_CONTEXT_BYTES = 320 << 20
 LARGE_CONTEXT_BYTES = 620 << 20
-NVLINK_COMMUNICATOR_BYTES = 2230 << 20
 LARGE_CARD_BYTES = 40 * 10**9  # those for data centres; where a process has not run, nothing better tells them
 
 
@@ -16,7 +16,7 @@ def card_process_bytes(total_bytes: int | None, workers: int) -> int:
     """Of a card with so much memory (None: not known), in a group of so many workers."""
     if not _is_large(total_bytes):
         return SMALL_CONTEXT_BYTES
-    return LARGE_CONTEXT_BYTES + (NVLINK_COMMUNICATOR_BYTES if workers > 1 else 0)
+    return LARGE_CONTEXT_BYTES + nccl_bytes(workers)
 
 
 def told_card_process(total_bytes: int | None, workers: int) -> str:
@@ -27,10 +27,10 @@ def told_card_process(total_bytes: int | None, workers: int) -> str:
     context = told_bytes(LARGE_CONTEXT_BYTES)
     if workers == 1:
         return f"assumed: a process takes {held} of its card, CUDA's context (measured on an H200)"
-    links = told_bytes(NVLINK_COMMUNICATOR_BYTES)
+    links = told_bytes(nccl_bytes(workers))
     return (
-        f"assumed: a process takes {held} of its card, {context} CUDA's context and {links} NCCL over NVLink (measured "
-        "on two H200; without NVLink it is less)"
+        f"assumed: a process takes {held} of its card, {context} CUDA's context (measured on an H200) and {links} NCCL "
+        "over NVLink (reckoned from what two H200 took with other numbers of channels; without NVLink it is less)"
     )
 
 

@@ -26,6 +26,7 @@ FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: n
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)
 KEPT_MASKS = 4
 BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
+USUAL_BATCH = 8  # requests that decode together, at most: steps of more are captured when they come
 BUCKET_STEPS = 64
 LAUNCHES_A_PART = 9  # of a layer in a step
 ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens
@@ -35,7 +36,8 @@ CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
 GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
 LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
-LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
+# The code of the libraries for products and attention, 75 MiB on an H200, and the first one's workspace, 32 there.
+LIBRARY_BYTES = 107 * MEBIBYTE
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
 SPAN_COLUMNS = 256  # of activations with one scale, in a batch
 INBOX_ROWS = 16
@@ -141,7 +143,8 @@ def _gpu_chunk_bytes(
         for part in parts:  # one at a time
             gathered = seen * len(part.kv) * (facts.key_width + facts.value_width) * 2
             on_the_way = seen * len(part.kv) * max(facts.key_width, facts.value_width) * 2
-            results = rows * len(part.query) * (2 * 2 * facts.value_width + 4 * 4)  # past, chunk, their sums' logs
+            # Past, chunk, queries filled up to a bucket, and the logs of their sums.
+            results = rows * len(part.query) * (3 * 2 * facts.value_width + 4 * 4)
             attention = max(attention, gathered + on_the_way + results)
     return 2 * 4 * rows * spec.hidden + attention
 

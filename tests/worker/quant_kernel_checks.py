@@ -5,12 +5,13 @@ On a machine with a CUDA device the kernels run there; without one, set TRITON_I
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 
 from gearshift.tests.worker.test_quant_planes import random_rows
-from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels import quant_matrix, quant_ops
 from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,6 +54,24 @@ def check(type_name: str, rows: int, columns: int, batch: int, seed: int) -> dic
     }
 
 
+def check_pieces(rows: int, columns: int, room_rows: int) -> dict[str, Any]:
+    """Two matrices through a workspace that has room for some rows of one; the greatest piece in rows beside it."""
+    workspace = quant_matrix.Workspace(DEVICE)
+    workspace.fix(room_rows * columns)
+    planes = [from_gguf("Q8_0", torch.from_numpy(random_rows("Q8_0", rows, columns, 5 + n)).to(DEVICE)) for n in (0, 1)]
+    matrices = [quant_matrix.QuantMatrix([each], 0, columns, 0, workspace) for each in planes]
+    dense = [dequantize(each).bfloat16().double() for each in planes]
+    x = torch.randn(24, 2 * columns, device=DEVICE).bfloat16()
+    left, right = x.double().split(columns, dim=1)
+    stacked = quant_matrix.multiply_stacked(x[:, :columns].contiguous(), matrices)
+    beside = quant_matrix.multiply_side_by_side(x, matrices)
+    return {
+        "stacked": relative_error(stacked, left @ torch.cat(dense).T),
+        "beside": relative_error(beside, left @ dense[0].T + right @ dense[1].T),
+        "runs": list(workspace.row_runs(2 * rows, columns)),
+    }
+
+
 def main() -> int:
     shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
     if not INTERPRETED:
@@ -66,6 +85,11 @@ def main() -> int:
             wrong = {name: error for name, error in errors.items() if not error < limits[name]}
             bad += bool(wrong)
             print(type_name, rows, columns, batch, "wrong" if wrong else "right", errors, flush=True)
+    for rows, room_rows, runs in ((100, 150, 2), (100, 200, 1), (3, 2, 3), (400, 300, 4)):
+        found = check_pieces(rows, 256, room_rows)
+        right = found["stacked"] < 1e-2 and found["beside"] < 1e-2 and len(found["runs"]) == runs
+        bad += not right
+        print("pieces", rows, room_rows, "right" if right else "wrong", found, flush=True)
     return 1 if bad else 0
 
 

@@ -189,19 +189,19 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
 
 
 def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
-    """Two products joined against one, in f32; on a device only."""
-    from gearshift.worker.kernels.deep_attention import attend_in_two
+    """Against one product in f32: two that are joined, or one where there is little past; on a device only."""
+    from gearshift.worker.kernels.deep_attention import attend_causal
 
     heads, group, width = 2, 4, 128
     query = randn(rows, heads * group, width).bfloat16()
     keys, values = randn(heads, cached + rows, width).bfloat16(), randn(heads, cached + rows, width).bfloat16()
     out = torch.full_like(query, float("nan"))
-    attend_in_two(query, keys, values, 0.09, out)
+    attend_causal(query, keys, values, 0.09, out)
     wide_keys, wide_values = (x.float().repeat_interleave(group, 0) for x in (keys, values))
     scores = query.float().transpose(0, 1) @ wide_keys.transpose(1, 2) * 0.09
     hidden = torch.ones(rows, cached + rows, device=DEVICE, dtype=torch.bool).triu(cached + 1)
     wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ wide_values
-    return {"attention in two": error(out, wanted.transpose(0, 1)) / 100}
+    return {"attention of many rows": error(out, wanted.transpose(0, 1)) / 100}
 
 
 def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float]:
@@ -309,7 +309,9 @@ def main() -> int:
             check_gate(16, 7168, Activation.SILU),
         ]
         checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
-        checks += [check_joined_attention(256, 768), check_joined_attention(300, 1000)]
+        if torch.cuda.get_device_capability(DEVICE)[0] >= 9:
+            shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300))
+            checks += [check_joined_attention(rows, cached) for rows, cached in shapes]
         for sent, on_host in itertools.product((False, True), repeat=2):
             for ranks, rows, width in ((2, 1, 4096), (2, 16, 4096), (4, 3, 5120)):
                 checks.append(check_exchange(ranks, rows, width, sent, on_host))

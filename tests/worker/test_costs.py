@@ -13,6 +13,7 @@ from gearshift.proto.commands import MeasureCosts
 from gearshift.proto.ids import KvType, Layout, Rank
 from gearshift.proto.kv import BLOCK_TOKENS, KvFormat
 from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.working import USUAL_BATCH
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 from gearshift.worker.costs import DEVICE_STEPS, CostMeter, layer_kinds
 from gearshift.worker.kv import KvStore
@@ -68,6 +69,10 @@ class NotedStageSteps:
     alone_of: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     fed: list[list[int]] = field(default_factory=list)
     heads: list[tuple[int, bool]] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+    def forget_beyond(self, requests: int) -> None:
+        self.forgotten.append(requests)
 
     def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Any:
         assert all(state.layout is Layout.LAYER for state in states)
@@ -153,6 +158,7 @@ def test_steps_through_the_stages_are_timed_as_the_device_runs_them(chooses: boo
     assert all(len(kind.whole_steps) == 2 for kind in found.kinds)
     assert not [layers for layers, layout, *_ in decoder.passes if layout is Layout.LAYER]
     assert len(found.tails) == 2
+    assert steps.forgotten == [USUAL_BATCH], "what larger batches take is in no plan"
     if chooses:
         assert steps.fed == [[-1, -1], [-1]], "rows without a position: nothing is noted"
         assert set(steps.heads) == {(2, True), (1, True)}

@@ -1,12 +1,16 @@
-"""A chunk's attention over a long past, in two products: all of the past without a mask, the chunk itself causal.
+"""A chunk's attention on cards of compute capability 9.0 and later, in two products where it has a long past.
 
-The library's kernel for an unmasked rectangle is faster than the one for a causal mask at its lower right, from which
-compute capability 9.0 has most to gain (docs/lab_notes.md). Both parts tell the logs of their sums, by which they join.
+The library's kernel (cuDNN) for an unmasked rectangle is faster than the one for a causal mask at its lower right, from
+which these cards have most to gain (docs/lab_notes.md). So it takes the past, as far as that lies on a grid of lengths
+(`attention_shapes`), and the flash kernel, which serves any shape as it is, the rest and the chunk itself. Both tell
+the logs of their sums, by which they join.
 """
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
+from .attention_shapes import compiled_past, compiled_rows
 from .step_ops import join_attention
 
 FEWEST_CACHED = 512  # tokens; below, one product does as well
@@ -14,28 +18,45 @@ FEWEST_ROWS = 128
 CAPABILITY = 9
 
 
-def suits(device: torch.device, rows: int, cached: int) -> bool:
-    """Whether `attend_in_two` is the better way: the same answer for the same shape, so that results repeat."""
-    return (
-        rows >= FEWEST_ROWS and cached >= FEWEST_CACHED and torch.cuda.get_device_capability(device)[0] >= CAPABILITY
-    )
+def serves(device: torch.device) -> bool:
+    """Whether `attend_causal` is how this card goes: torch's own choice would be cuDNN, for every length anew."""
+    return torch.cuda.get_device_capability(device)[0] >= CAPABILITY
 
 
-def attend_in_two(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float, out: Tensor) -> None:
-    """out [T, Q, W] = attention of the T newest of L positions, in bf16."""
-    cached = key_HLW.shape[1] - query_TQW.shape[0]
-    query = query_TQW.transpose(0, 1)[None]
-    past, past_sum = _attend(query, key_HLW[None, :, :cached], value_HLW[None, :, :cached], False, scale)
-    new, new_sum = _attend(query, key_HLW[None, :, cached:], value_HLW[None, :, cached:], True, scale)
-    join_attention(past, past_sum, new, new_sum, out)
+def attend_causal(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float, out: Tensor) -> None:
+    """out [T, Q, W] = attention of the T newest of L positions, in bf16: the same way for the same shape."""
+    rows = query_TQW.shape[0]
+    cached = key_HLW.shape[1] - rows
+    past = compiled_past(cached) if rows >= FEWEST_ROWS and cached >= FEWEST_CACHED else 0
+    new, new_sum = _flash(query_TQW, key_HLW[:, past:], value_HLW[:, past:], scale)
+    if not past:
+        out.copy_(new)
+        return
+    old, old_sum = _rectangle(query_TQW, key_HLW[:, :past], value_HLW[:, :past], scale)
+    join_attention(old, old_sum, new, new_sum, out)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """([T, Q, W], logs of sums [Q, T])."""
+def _rectangle(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every row sees all: ([T, Q, W], logs of sums [Q, T])."""
+    rows, heads = query_TQW.shape[:2]
+    filled = compiled_rows(rows)
+    if filled > rows:
+        query_TQW = functional.pad(query_TQW, (0, 0, 0, 0, 0, filled - rows))
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, causal, False, scale=scale
+        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], None, True, 0.0, False, False, scale=scale
     )
-    rows = result[0][0].transpose(0, 1)
-    if rows.stride(1) != rows.shape[2] or rows.stride(2) != 1:
-        rows = rows.contiguous()
-    return rows, result[1].reshape(query.shape[1], query.shape[2])
+    return _by_row(result[0])[:rows], result[1].reshape(heads, filled)[:, :rows]
+
+
+def _flash(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same, causal at the lower right: that is what this operation means by it (torch/nn/attention/bias.py)."""
+    result = torch.ops.aten._scaled_dot_product_flash_attention(
+        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], 0.0, True, False, scale=scale
+    )
+    return _by_row(result[0]), result[1].reshape(query_TQW.shape[1], query_TQW.shape[0])
+
+
+def _by_row(attended_1QTW: Tensor) -> Tensor:
+    """[T, Q, W], a row in one piece."""
+    rows = attended_1QTW[0].transpose(0, 1)
+    return rows if rows.stride(1) == rows.shape[2] and rows.stride(2) == 1 else rows.contiguous()

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ...proto.placement.working import EXPANDED_BYTES
 from . import quant_ops
 from .exchange import Exchange
 from .quant_ops import QuantizedRows, Sent
 from .quant_planes import Planes
 
-WORKSPACE_BYTES = 256 << 20
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
 
@@ -23,7 +23,7 @@ Piece = Planes | Tensor  # a dense piece is bf16 [rows, columns]
 
 
 class Workspace:
-    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most WORKSPACE_BYTES."""
+    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
@@ -31,7 +31,7 @@ class Workspace:
 
     def fix(self, values: int) -> None:
         """Room for any matrix of up to so many values, at one address for good: graphs hold it."""
-        self.matrix(1, min(values, WORKSPACE_BYTES // 2))
+        self.matrix(1, min(values, EXPANDED_BYTES // 2))
         self._fixed = True
 
     def matrix(self, rows: int, columns: int) -> Tensor:
@@ -41,10 +41,9 @@ class Workspace:
             self._flat = self._flat.new_empty(rows * columns)
         return self._flat[: rows * columns].view(rows, columns)
 
-    @staticmethod
-    def row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    def row_runs(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
         """[first, end) of the rows of a matrix that have room at once: runs of much the same length."""
-        most = max(1, WORKSPACE_BYTES // (2 * columns))
+        most = max(1, (self._flat.numel() if self._fixed else EXPANDED_BYTES // 2) // columns)
         runs = -(-rows // most)
         each = -(-rows // runs)
         if most >= ROWS_TOGETHER:
@@ -139,8 +138,9 @@ def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | No
     rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    for first, end in Workspace.row_runs(rows, columns):
-        weight = matrices[0].workspace.matrix(end - first, columns)
+    workspace = matrices[0].workspace
+    for first, end in workspace.row_runs(rows, columns):
+        weight = workspace.matrix(end - first, columns)
         _expand_rows(pieces, first, end, weight)
         torch.mm(x_TC, weight.T, out=out[:, first:end])
     return out
@@ -160,8 +160,9 @@ def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor
     rows, columns = matrices[0].rows, x_TC.shape[1]
     if out is None:
         out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    for first, end in Workspace.row_runs(rows, columns):
-        weight = matrices[0].workspace.matrix(end - first, columns)
+    workspace = matrices[0].workspace
+    for first, end in workspace.row_runs(rows, columns):
+        weight = workspace.matrix(end - first, columns)
         left = 0
         for matrix in matrices:
             if matrix.held_columns:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .tensor_group import TensorGroup
+
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
@@ -27,27 +29,44 @@ class Inboxes:
     keep: Any  # what the memory belongs to
 
 
-def open_inboxes(words: int, rank: int, size: int, device: torch.device, group: str, peer: bool) -> Inboxes | None:
+def open_inboxes(
+    words: int, rank: int, size: int, device: torch.device, group: str, peer: bool, tensor: TensorGroup
+) -> Inboxes | None:
     """Inboxes of `words` 4-byte words, zeroed; collective. `peer` False: never over peer access.
 
-    None, on all ranks alike, where neither way works.
+    None, on all ranks alike, where neither way works. `tensor`: how the ranks come to an agreement.
     """
+    ranks = _Ranks(rank, size, device, tensor)
     found = None
     if peer:
-        found = _or_none(lambda: _on_devices(words, rank, size, device))
-        if not _all_agree(found is not None, device, size):
+        found = _or_none(lambda: _on_devices(words, ranks))
+        if not ranks.agree(found is not None):
             found = None
     if found is None:
-        found = _or_none(lambda: _on_host(words, rank, size, device, group))
-        if not _all_agree(found is not None, device, size):
+        found = _or_none(lambda: _on_host(words, ranks, group))
+        if not ranks.agree(found is not None):
             found = None
     return found
 
 
-def _all_agree(here: bool, device: torch.device, size: int) -> bool:
-    count = torch.tensor([float(here)], device=device)
-    dist.all_reduce(count)
-    return int(count.item()) == size
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """This rank among the others. The default group is not asked: it has no communicator, and is not to get one."""
+
+    rank: int
+    size: int
+    device: torch.device
+    tensor: TensorGroup
+
+    def agree(self, here: bool) -> bool:
+        """Whether it is so on every rank."""
+        return int(self.tensor.all_reduce(torch.tensor([float(here)], device=self.device)).item()) == self.size
+
+    def meet(self) -> None:
+        """Return when every rank has arrived, host and device."""
+        torch.cuda.synchronize(self.device)
+        self.tensor.barrier()
+        torch.cuda.synchronize(self.device)
 
 
 def _or_none(attempt: Any) -> Inboxes | None:
@@ -58,55 +77,54 @@ def _or_none(attempt: Any) -> Inboxes | None:
     return inboxes
 
 
-def _on_devices(words: int, rank: int, size: int, device: torch.device) -> Inboxes:
+def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric  # private, and only here
 
+    device = ranks.device
     mine = symmetric.empty(words, dtype=torch.int32, device=device)
     mine.zero_()
     assert dist.group.WORLD is not None
-    handle = symmetric.rendezvous(mine, dist.group.WORLD.group_name)
-    views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(size)]
-    _prove(views, rank, size, device)
+    handle = symmetric.rendezvous(mine, dist.group.WORLD.group_name)  # through the group's store
+    views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(ranks.size)]
+    _prove(views, ranks)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
     return Inboxes(addresses, False, (mine, handle, views))
 
 
-def _on_host(words: int, rank: int, size: int, device: torch.device, group: str) -> Inboxes:
+def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     inbox_bytes = -(-4 * words // 4096) * 4096
     path = f"/dev/shm/gearshift-inboxes-{group[:16]}"
-    if rank == 0:
+    if ranks.rank == 0:
         with open(path, "wb") as file:
-            os.ftruncate(file.fileno(), inbox_bytes * size)
-    dist.barrier()
+            os.ftruncate(file.fileno(), inbox_bytes * ranks.size)
+    ranks.meet()
     try:
         with open(path, "r+b") as file:
-            segment = mmap.mmap(file.fileno(), inbox_bytes * size)
+            segment = mmap.mmap(file.fileno(), inbox_bytes * ranks.size)
     finally:
-        dist.barrier()
-        if rank == 0:
+        ranks.meet()
+        if ranks.rank == 0:
             os.unlink(path)
     whole = torch.frombuffer(segment, dtype=torch.int32)
-    error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), inbox_bytes * size, PORTABLE_AND_MAPPED)
+    error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), inbox_bytes * ranks.size, PORTABLE_AND_MAPPED)
     if int(error) != 0:
         raise RuntimeError(f"cudaHostRegister: {error}")
-    views = list(whole.view(size, -1))
-    _prove(views, rank, size, device)
-    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
+    views = list(whole.view(ranks.size, -1))
+    _prove(views, ranks)
+    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
     return Inboxes(addresses, True, (segment, whole, ctypes.c_int))
 
 
-def _prove(views: list[Tensor], rank: int, size: int, device: torch.device) -> None:
+def _prove(views: list[Tensor], ranks: _Ranks) -> None:
     """Each rank writes its mark into every inbox and finds all marks in its own. Leaves zeros."""
-    torch.cuda.synchronize(device)
-    dist.barrier()
+    rank = ranks.rank
+    ranks.meet()
     for view in views:
         view[rank] = 1000 + rank
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    found = views[rank][:size].tolist()
-    dist.barrier()
-    views[rank][:size] = 0
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    if found != [1000 + peer for peer in range(size)]:
+    ranks.meet()
+    found = views[rank][: ranks.size].tolist()
+    ranks.meet()
+    views[rank][: ranks.size] = 0
+    ranks.meet()
+    if found != [1000 + peer for peer in range(ranks.size)]:
         raise RuntimeError(f"inbox of rank {rank}: found {found}")

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...proto.commands import LinkOptions
+from ...proto.nccl_channels import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS
 from . import interfaces, mailbox, shared_memory
+from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .options import no_peer_asked, settle
@@ -52,7 +54,7 @@ class Links:
 
         if not self.local:
             return None
-        return open_inboxes(words, self.rank, self.size, self.device, self.group, not no_peer_asked())
+        return open_inboxes(words, self.rank, self.size, self.device, self.group, not no_peer_asked(), self.tensor)
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def _join(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if cuda else None,
+            # No device_id: with one this group would have a communicator, and nothing is sent through this group.
         )
     except (RuntimeError, ValueError) as error:
         words = str(error)
@@ -121,11 +123,10 @@ def _make(
     rank: int, size: int, device: torch.device, group: str, local: bool, timeout_seconds: float,
     throttle: Throttle | None,
 ) -> Links:  # fmt: skip
-    # new_group is collective: every rank makes every group, in this order, its own or not.
-    timeout = timedelta(seconds=timeout_seconds)
-    tensor_group = dist.new_group(timeout=timeout)
-    edge_groups = [dist.new_group([first, first + 1], timeout=timeout) for first in range(size - 1)]
-    kv_group = dist.new_group(timeout=timeout)
+    communicators = Communicators(device, timeout_seconds)
+    tensor_group = communicators.make(SUM_CHANNELS)
+    edge_groups = [communicators.make(EDGE_CHANNELS, (first, first + 1)) for first in range(size - 1)]
+    kv_group = communicators.make(MOVE_CHANNELS)
     distributed = DistributedTensorGroup(tensor_group, rank, size, device, timeout_seconds)
     shared = _share(rank, size, device, group, distributed) if local and device.type == "cpu" else None
     wait = FlagWait(timeout_seconds, more_ranks_than_cores(size))

@@ -70,7 +70,7 @@ class ChunkPass:
         self._graphs: dict[Piece, torch.cuda.CUDAGraph] = {}
         self._seen: set[Piece] = set()
         self._pool: Any = None  # of all graphs: they run one after another
-        self._stream: torch.cuda.Stream | None = None  # captures only
+        self._stream: torch.cuda.Stream | None = None  # of pieces that are captured, and of their first run
 
     def serves(self, rows: int) -> bool:
         return rows <= self._most_rows
@@ -128,13 +128,13 @@ class ChunkPass:
         if (graph := self._graphs.get(piece)) is not None:
             graph.replay()
             return
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if piece not in self._seen:
             self._seen.add(piece)
-            work()
+            self._run_aside(self._stream, work)
             return
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         # Not torch.cuda.graph: it empties the allocator's cache each time, and there are hundreds of graphs.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -144,6 +144,15 @@ class ChunkPass:
                 graph.capture_end()
         self._graphs[piece] = graph
         graph.replay()
+
+    @staticmethod
+    def _run_aside(stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        """On the stream of the captures, in turn: the matrix library keeps a workspace a stream."""
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            work()
+        current.wait_stream(stream)
 
 
 class _LayerOfChunk:

@@ -9,6 +9,7 @@ splits are fixed, so results do not depend on which graph runs, and any context 
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from .step_parts import (
     bucket_size,
     check_peers,
     head_fits,
+    kept_up_to,
     part_fits,
     splits_for,
     table_blocks,
@@ -113,6 +115,7 @@ class DecodeSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
+        self._pool: Any = None  # of all graphs: they run one after another
         self._last: IssuedSteps | None = None
 
     @property
@@ -167,6 +170,11 @@ class DecodeSteps:
         self._last = IssuedSteps(bucket, self._exchange, states, positions, steps, unread)
         return self._last
 
+    def forget_beyond(self, requests: int) -> None:
+        assert self._last is None or self._last.was_read, "steps are under way that nobody has read"
+        self._last = None
+        self._buckets = kept_up_to(requests, self._buckets)
+
     def _exchange_held(self) -> None:
         """Waits for the steps issued."""
         if self._exchange.ranks > 1:
@@ -187,8 +195,10 @@ class DecodeSteps:
             bucket.warm = True
         else:
             torch.cuda.synchronize()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._launch(bucket, choose)
             bucket.graphs[choose] = graph
             graph.replay()

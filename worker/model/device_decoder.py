@@ -76,16 +76,17 @@ class DeviceDecoder(Decoder):
         return self._stage_of_layer[layer]
 
     def reserve_workspace(self) -> None:
-        """The workspace for dequantised matrices at its greatest, before a graph holds its address."""
+        """The workspace for dequantised matrices of layers, before a graph holds its address.
+
+        The head's rows, which many are wanted of at a time by no answer, go through it in pieces.
+        """
         stacks = [
             sum(matrix.rows * matrix.held_columns for matrix in matrices)
             for layer in self._weights.layers
             for matrices in zip(*map(_matrices_of, layer.parts), strict=True)
         ]
-        head = self._weights.head
-        values = max([*stacks, head.rows * head.held_columns if isinstance(head, QuantMatrix) else 0])
         if (workspace := _workspace(self._weights)) is not None:
-            workspace.fix(values)
+            workspace.fix(max(stacks))
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
@@ -230,8 +231,8 @@ class DeviceDecoder(Decoder):
         if not even or segment.rows == 1 or (window and length > window):
             how = (part.kv_head_of_query, scale, window, self._dtype)
             attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
-        elif deep_attention.suits(self._device, segment.rows, segment.start):
-            deep_attention.attend_in_two(query_TQW, key_HLW, value_HLW, scale, attended)
+        elif deep_attention.serves(self._device):
+            deep_attention.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
             result = functional.scaled_dot_product_attention(
                 query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],

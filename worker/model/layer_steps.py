@@ -31,6 +31,7 @@ from .step_parts import (
     bucket_size,
     check_peers,
     head_fits,
+    kept_up_to,
     matrices_of,
     part_fits,
     splits_for,
@@ -157,6 +158,9 @@ class LayerSteps:
 
     def begin(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> None:
         """Never: each step waits for other ranks between its graphs."""
+
+    def forget_beyond(self, requests: int) -> None:
+        self._buckets = kept_up_to(requests, self._buckets)
 
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position."""

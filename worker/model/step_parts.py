@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +72,14 @@ def matrices_of(part: PartWeights) -> list[AnyMatrix]:
 def bucket_size(count: int) -> int:
     """Of the buffers that so many requests use."""
     return next(size for size in BUCKETS if size >= count)
+
+
+Kept = TypeVar("Kept")
+
+
+def kept_up_to(requests: int, buckets: dict[int, Kept]) -> dict[int, Kept]:
+    """Those of batches of so many requests."""
+    return {size: bucket for size, bucket in buckets.items() if size <= bucket_size(requests)}
 
 
 def splits_for(context_tokens: int) -> int:

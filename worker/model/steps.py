@@ -58,6 +58,9 @@ class Steps(Protocol):
         where steps can only be run.
         """
 
+    def forget_beyond(self, requests: int) -> None:
+        """Give up what is kept for larger batches than of so many; nothing may be under way. It comes back with use."""
+
 
 class StageSteps(Steps, Protocol):
     """Steps through the stages, in pieces, as they are timed."""

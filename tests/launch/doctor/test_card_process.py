@@ -3,6 +3,7 @@
 import pytest
 
 from gearshift.coordinator.fit.choice import ContextWish
+from gearshift.coordinator.fit.device_memory import told_bytes
 from gearshift.launch.doctor.card_process import card_process_bytes, told_card_process
 from gearshift.launch.plan import fit as plan_fit
 from gearshift.launch.plan.fit import plan_memory
@@ -10,6 +11,7 @@ from gearshift.launch.settings.options import group_settings, layout_settings
 from gearshift.launch.start.fitting import GroupPlan
 from gearshift.proto.device_table import CardRow
 from gearshift.proto.ids import ComputeType
+from gearshift.proto.nccl_channels import nccl_bytes
 from gearshift.proto.visible_devices import DeviceRow
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
@@ -19,7 +21,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("total", "workers", "mebibytes"),
-    [(141 * GIB, 2, 2850), (141 * GIB, 1, 620), (40960 * MIB, 2, 2850), (24 * GIB, 2, 320), (None, 2, 320)],
+    [(141 * GIB, 2, 1560), (141 * GIB, 1, 620), (40960 * MIB, 2, 1560), (24 * GIB, 2, 320), (None, 2, 320)],
 )
 def test_a_large_card_has_a_larger_context_and_in_a_group_its_communicators(
     total: int | None, workers: int, mebibytes: int
@@ -33,7 +35,7 @@ def test_what_was_measured_and_what_was_not_is_told() -> None:
     assert "not measured" in told_card_process(12 * GIB, 2)
 
 
-@pytest.mark.parametrize(("free", "fits"), [(60 * GIB, True), (2850 * MIB, False)])
+@pytest.mark.parametrize(("free", "fits"), [(60 * GIB, True), (1560 * MIB, False)])
 def test_a_plan_for_cards_counts_it_and_tells_it(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
     cards = tuple(
         CardRow(DeviceRow(index, "Card", f"GPU-{index}", ""), "580", free, 5, 5, 16, 16, total_bytes=141 * GIB)
@@ -45,5 +47,5 @@ def test_a_plan_for_cards_counts_it_and_tells_it(monkeypatch: pytest.MonkeyPatch
     plan = GroupPlan(model_spec([layer_spec()] * 4, vocab=60), settings, layout_settings())
     wish = ContextWish(256, asked=True, needed=256)
     found = plan_memory(plan, "cuda", ComputeType.BF16, wish)
-    assert "2.18 GiB NCCL over NVLink" in found.told[-1]
+    assert f"{told_bytes(nccl_bytes(2))} NCCL over NVLink" in found.told[-1]
     assert ("does not fit" in found.told[0]) != fits

@@ -1,0 +1,42 @@
+"""What is asked of torch for each way between ranks; NCCL itself is not there on the CPU."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gearshift.worker.links.communicators import Communicators
+
+CARD = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int] | None, dict[str, Any]]]:
+    calls: list[tuple[list[int] | None, dict[str, Any]]] = []
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=None))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **named: calls.append((ranks, named)))
+    return calls
+
+
+def test_each_group_on_cards_has_channels_and_options_of_its_own(
+    asked: list[tuple[list[int] | None, dict[str, Any]]],
+) -> None:
+    communicators = Communicators(CARD, 40.0)
+    communicators.make(16)
+    communicators.make(4, (0, 1))
+    (everyone, first), (edge, second) = asked
+    assert (everyone, edge) == (None, [0, 1])
+    options = first["pg_options"], second["pg_options"]
+    assert [one.config.max_ctas for one in options] == [16, 4]
+    assert options[0] is not options[1]
+    assert {one._timeout for one in options} == {timedelta(seconds=40)} == {first["timeout"], second["timeout"]}
+    assert first["device_id"] == second["device_id"] == CARD
+
+
+def test_groups_on_the_cpu_have_none(asked: list[tuple[list[int] | None, dict[str, Any]]]) -> None:
+    Communicators(torch.device("cpu"), 40.0).make(16, (1, 2))
+    assert asked == [([1, 2], {"timeout": timedelta(seconds=40)})]
