@@ -77,7 +77,7 @@ def load_model(
         from .device_model import device_parts  # late: its kernels need a GPU's compiler
 
         parts = device_parts(
-            spec, placement, rank, loader, weights, kv, kv_format, stage_of_layer, dtype, device, links,
+            spec, placement, rank, loader, weights, kv, stage_of_layer, dtype, device, links,
             command.context_tokens, command.max_chunk_tokens,
         )  # fmt: skip
         decoder: Decoder = parts.decoder

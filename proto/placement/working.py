@@ -110,7 +110,7 @@ def _pass_bytes(
     spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
 ) -> int:
     """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
-    fused = case.on_gpu and _fused(spec, case.kv_format)  # once: it looks at every layer
+    fused = case.on_gpu and _fused(spec)  # once: it looks at every layer
     if fused and rows > FUSED_ROWS:
         return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
     widest = 0
@@ -178,11 +178,10 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     return rows * (spec.hidden * 8 + 2 * columns + buckets * angles + 4) + tables + graphs
 
 
-def _fused(spec: ModelSpec, kv_format: KvFormat) -> bool:
-    """Whether the kernels of a GPU cover this model and cache (worker/model/device_decoder.py `fits_kernels`)."""
+def _fused(spec: ModelSpec) -> bool:
+    """Whether the kernels of a GPU cover this model (worker/model/device_decoder.py `fits_kernels`)."""
     widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
-    even = all(key == value and key in FUSED_WIDTHS for key, value in widths)
-    return even and kv_format.key == kv_format.value and kv_format.key is not KvType.Q8_0
+    return all(key == value and key in FUSED_WIDTHS for key, value in widths)
 
 
 def _fused_attention_bytes(
@@ -270,13 +269,13 @@ def _standing_bytes(
         total += LIBRARY_BYTES + FRAGMENTS_BYTES
         if case.chunk_rows > FUSED_ROWS:
             total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
-            if _fused(spec, case.kv_format):
+            if _fused(spec):
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
             total += _step_bytes(spec, placement, rank, case)
         if placement.ranks > 1:
             total += _inbox_bytes(spec, placement)
-            if Layout.LAYER in writes and _fused(spec, case.kv_format):
+            if Layout.LAYER in writes and _fused(spec):
                 total += _layer_step_bytes(spec, placement, rank, case)
     return total
 
@@ -313,7 +312,8 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
     row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4
     sizes = _captured_batches(case)
-    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, query, forward))
+    held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
+    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, held, forward))
     return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
 
 
@@ -336,9 +336,16 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
         shapes = {(len(cut.query), layer.value_width) for cut, layer in facts}
         row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
         row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
-        quantised += [query, forward]
+        quantised += [max(_held_columns(spec, placement, layer, part) for layer in stage), forward]
     activations = sum(_quantised_bytes(size, width) for size in sizes for width in quantised)
     return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
+
+
+def _held_columns(spec: ModelSpec, placement: Placement, layer: int, part: int) -> int:
+    """Of attention's results: the part's, and those beside it that its quant blocks of the last matrix cover."""
+    if spec.layer_tensor(layer, "attn_output.weight") is None:
+        return len(placement.layers[layer].parts[part].query) * spec.layers[layer].value_width
+    return len(layer_slice(spec, placement, layer, "attn_output.weight", part).held)
 
 
 def _quantised_bytes(rows: int, columns: int) -> int:

@@ -26,7 +26,7 @@ from gearshift.proto.placement.memory import Holding
 from gearshift.proto.placement.working import WorkingCase
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
-from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
+from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, cached, passed, stepped
 from gearshift.worker.kernels import quant_ops
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows
@@ -38,10 +38,11 @@ from gearshift.worker.weights import device_load
 
 CPU = torch.device("cpu")
 HALF = torch.float16
-FORM = KvFormat(KvType.F16, KvType.F16)
 SHAPE: dict[str, Any] = {
     "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320,
 }  # fmt: skip
+# Attention's results are cut inside a block of Q4_K, and query heads inside a group, as 9 to 7 are.
+CUT = SHAPE | {"heads": 16, "kv_heads": 4, "types": {"attn_output.weight": "Q4_K"}}
 POSITIONS = (70, 5, 0)
 
 
@@ -76,13 +77,15 @@ def plain_product(planes: Planes, x: QuantizedRows, out: torch.Tensor, *_: objec
 
 
 def check_stages(
-    folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset()
-) -> Iterator[tuple[str, float, float]]:
+    folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset(), kv_type: KvType = KvType.F16,
+    shares: tuple[float, float] = (1.0, 1.0), shape: dict[str, Any] = SHAPE,
+) -> Iterator[tuple[str, float, float]]:  # fmt: skip
     """Two stages of two parts: steps, each written where the next reads it; (what, found, most allowed)."""
-    path = build_model(folder / f"{arch}-{len(whole)}.gguf", arch, quant="Q8_0", seed=3, **SHAPE)
+    name = f"{arch}, {len(whole)} whole, {kv_type}, {shares[0]:g} to {shares[1]:g}"
+    path = build_model(folder / f"{name}.gguf", arch, quant="Q8_0", seed=3, **shape)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
-    placement = place(spec, 2, whole_layers=whole)
-    stages = [Stage.of(path, placement, rank, CPU) for rank in range(2)]
+    placement = place(spec, 2, whole_layers=whole, tensor_shares=shares)
+    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type) for rank in range(2)]
     before = [stage.kv.arena.clone() for stage in stages]
     tokens = [[5, 300, 77], [6, 8, 319]][:steps]
 
@@ -92,13 +95,12 @@ def check_stages(
         return [run(stages, line, [p + index for p in POSITIONS]) for index, line in enumerate(tokens)]
 
     found = both(stepped)
-    written = [stage.kv.arena.clone().view(HALF).float() for stage in stages]
+    written, caches = [stage.kv.arena.clone() for stage in stages], [cached(stage) for stage in stages]
     wanted = both(passed)
-    name = f"{arch}, {len(whole)} whole"
     yield f"{name}: logits", error(torch.stack(found), torch.stack(wanted)), 1.5e-2  # int8 of attention in f16 there
-    for stage, cache, arena in zip(stages, written, before, strict=True):
-        yield f"{name}: cache of {stage.rank}", error(cache, stage.kv.arena.view(HALF).float()), 5e-3
-        changed = (cache != arena.view(HALF).float()).any(dim=1).sum()
+    for stage, cache, arena, old in zip(stages, caches, written, before, strict=True):
+        yield f"{name}: cache of {stage.rank}", error(cache, cached(stage)), 5e-3
+        changed = (arena != old).any(dim=1).sum()
         # Each bundle's block of each request and nothing else: 3 requests, 2 parts (1 where the layer is whole).
         parts = sum(bool(part.query_heads) for part in stage.decoder.weights.layers[stage.rank].parts)
         yield f"{name}: blocks written", float(changed != 3 * parts), 0.5
@@ -107,7 +109,7 @@ def check_stages(
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
     # Another batch size: another product, whose int8 may have scales of other widths.
     yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
-    case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
+    case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
     working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * step_parts.SPLITS
     for stage in stages:
         planned = working._layer_step_bytes(spec, placement, stage.rank, case)
@@ -174,6 +176,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
+        checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
         checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:

@@ -50,18 +50,21 @@ def sources():
                  SENT=False, COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
         dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
-    yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
-        table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
-        dict(H=4, GROUP=4, PAD=16, W=256, SPLITS=32, WINDOW=0, STAGES=1))
-    yield source(step_triton.attend_split, dict(query="*bf16", keys="*bf16", values="*bf16", table="*i64",
-        table_stride="i32", positions="*i32", scale="fp32", slot_stride="i32", head_stride="i32"),
-        dict(H=4, GROUP=4, PAD=16, W=128, SPLITS=32, WINDOW=0, STAGES=2))
-    yield source(step_triton.rotate_and_store, dict(projected="*bf16", projected_stride="i32",
-        epsilon="fp32", positions="*i32", table="*i64", table_stride="i32", query="*bf16", query_stride="i32",
-        keys="*bf16", values="*bf16", slot_stride="i32", head_stride="i32", T="i32"),
-        dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False, BIAS=True, NORM=True, R=16))
+    cached = dict.fromkeys(("key_slot", "key_head", "value_slot", "value_head", "table_stride"), "i32")
+    cached |= dict(query="*bf16", table="*i64", positions="*i32")
+    shapes = ((256, 0, 0), (128, 0, 0), (256, 1, 1), (128, 1, 1), (32, 1, 1), (128, 0, 1))
+    for width, key_blocks, value_blocks in shapes:
+        rows = dict(keys="*i16" if key_blocks else "*bf16", values="*i16" if value_blocks else "*bf16")
+        kinds = dict(KEY_BLOCKS=bool(key_blocks), VALUE_BLOCKS=bool(value_blocks))
+        yield source(step_triton.attend_split, cached | rows | dict(scale="fp32"), dict(Q=15, H=4, GROUP=4, SKIPPED=1,
+            PAD=16, W=width, SPLITS=32, WINDOW=0, STAGES=2 if width <= 128 else 1, EMULATED=False) | kinds)
+        yield source(step_triton.rotate_and_store, cached | rows | dict(projected="*bf16", projected_stride="i32",
+            epsilon="fp32", query_stride="i32", T="i32"), dict(Q=16, H=4, W=width, PAIRS=width // 2, INTERLEAVED=False,
+            BIAS=True, NORM=True, R=16) | kinds)
+    yield source(step_triton.gather_q8_0, dict(rows="*i16", slot_stride="i32", head_stride="i32", slots="*i64",
+        out="*bf16"), dict(W=128))
     yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
-        dict(Q=16, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True))
+        dict(Q=16, LEAD=1, HELD=18, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(step_triton.merge_two, dict(past="*bf16", new="*bf16", out="*bf16", past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))

@@ -10,7 +10,7 @@ from ...proto.model import Activation, RopeKind
 from .batch_source import SPAN
 from .exchange import MOST_ROWS, Exchange
 from .exchange_triton import sum_rows
-from .quant_ops import QuantizedRows
+from .quant_ops import EMULATED, QuantizedRows
 from .step_triton import (
     attend_merge,
     attend_split,
@@ -18,6 +18,7 @@ from .step_triton import (
     choose_token,
     finish_half_block,
     gate_rows,
+    gather_q8_0,
     merge_two,
     rope_angles,
     rotate_and_store,
@@ -84,10 +85,39 @@ class RopeFacts:
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """One layer's keys and values of one bundle in the arena: views [slots, heads, 64, width]."""
+    """One layer's keys and values of one bundle in the arena: views [slots, heads, 64, width].
+
+    Those in q8_0: int16 [slots, heads, 64, width / 32 * 17], a block's f16 scale and its codes two by two.
+    """
 
     keys: Tensor
     values: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "KvPlace":
+        """As the store has them: q8_0 in bytes."""
+        return cls(*(rows.view(torch.int16) if rows.dtype is torch.uint8 else rows for rows in (keys, values)))
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Between slots and heads of keys, then of values."""
+        return self.keys.stride(0), self.keys.stride(1), self.values.stride(0), self.values.stride(1)
+
+    @property
+    def blocks(self) -> dict[str, bool]:
+        """Which are q8_0, as kernels take it."""
+        return {name: rows.dtype is torch.int16
+                for name, rows in (("KEY_BLOCKS", self.keys), ("VALUE_BLOCKS", self.values))}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PartHeads:
+    """A part's heads. `skipped`: query heads of its first KV head's `group` that are the part's before it."""
+
+    query: int
+    kv: int
+    group: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +146,26 @@ def rotate_into_cache(
     positions: Tensor, table: Tensor, table_stride: int, query: Tensor, place: KvPlace, query_heads: int, kv_heads: int,
 ) -> None:
     """Rows [T, q | k | v] of one part: rotated queries to `query` [T, Q, W] (rows may be strided), the rest cached."""
-    rows, width = projected.shape[0], place.keys.shape[-1]
+    rows, width = projected.shape[0], query.shape[-1]
     query_norm, key_norm = norms or (angles.values, angles.values)
     together = 1 if rows <= MOST_ROWS else 16
     rotate_and_store[triton.cdiv(rows, together), query_heads + 2 * kv_heads](
         projected, projected.stride(0), angles.values if bias is None else bias, query_norm, key_norm, angles.values,
-        epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
-        place.keys.stride(0), place.keys.stride(1), rows, Q=query_heads, H=kv_heads, W=width,
+        epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values, *place.strides,
+        rows, Q=query_heads, H=kv_heads, W=width,
         PAIRS=angles.values.shape[2], INTERLEAVED=angles.kind is RopeKind.INTERLEAVED, BIAS=bias is not None,
-        NORM=norms is not None, R=together, num_warps=4 if together > 1 else 1 if width <= 128 else 2,
+        NORM=norms is not None, R=together, **place.blocks,
+        num_warps=4 if together > 1 else 1 if width <= 128 else 2,
     )  # fmt: skip
+
+
+def gather_blocks(rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """q8_0 rows [slots, heads, 64, bytes] of some slots (int64 [n]), dequantised: [heads, n * 64, width]."""
+    words = rows.view(torch.int16)
+    heads, width = rows.shape[1], rows.shape[3] // 34 * 32
+    out = torch.empty((heads, slots.numel() * 64, width), dtype=dtype, device=rows.device)
+    gather_q8_0[slots.numel(), heads](words, words.stride(0), words.stride(1), slots, out, W=width, num_warps=4)
+    return out
 
 
 def join_attention(past: Tensor, past_sum: Tensor, new: Tensor, new_sum: Tensor, out: Tensor) -> None:
@@ -156,24 +196,26 @@ class SplitBuffers:
 
 
 def attend_cached(
-    query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, kv_heads: int,
-    buffers: SplitBuffers, out: QuantizedRows,
+    query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, heads: PartHeads,
+    buffers: SplitBuffers, out: QuantizedRows, lead: int = 0,
 ) -> None:
-    """Each row's query [B, Q, W] over its cached positions, as int8."""
-    rows, query_heads, width = query.shape
-    group = query_heads // kv_heads
+    """Each row's query [B, Q, W] over its cached positions, as int8.
+
+    `out` may have more heads than Q: `lead` before them, and others behind, all zeros.
+    """
+    rows, _, width = query.shape
     splits = buffers.greatest.shape[2]
-    attend_split[rows * kv_heads, splits](
+    attend_split[rows * heads.kv, splits](
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
-        buffers.weights, scale, place.keys.stride(0), place.keys.stride(1), H=kv_heads, GROUP=group,
-        PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window,
-        STAGES=2 if width <= 128 else 1, num_warps=4,
+        buffers.weights, scale, *place.strides, Q=heads.query, H=heads.kv, GROUP=heads.group, SKIPPED=heads.skipped,
+        PAD=max(16, triton.next_power_of_2(heads.group)), W=width, SPLITS=splits, WINDOW=window,
+        STAGES=2 if width <= 128 else 1, **place.blocks, EMULATED=EMULATED, num_warps=4,
     )  # fmt: skip
-    heads = max(1, SPAN // width) if rows > 1 else 1  # of a program
-    attend_merge[rows, triton.cdiv(query_heads, heads)](
-        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=query_heads, W=width,
-        SPLITS=splits, WINDOW=window, HEADS=heads, TOGETHER=min(splits, MERGED_TOGETHER), MANY=rows > 1,
-        num_warps=4,
+    held, at_once = out.columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
+    attend_merge[rows, triton.cdiv(held, at_once)](
+        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=heads.query, LEAD=lead,
+        HELD=held, W=width, SPLITS=splits, WINDOW=window, HEADS=at_once, TOGETHER=min(splits, MERGED_TOGETHER),
+        MANY=rows > 1, num_warps=4,
     )  # fmt: skip
 
 

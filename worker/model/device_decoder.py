@@ -12,14 +12,14 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ...proto.ids import KvType, Layout
-from ...proto.kv import KvFormat
+from ...proto.ids import Layout
+from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import deep_attention, quant_matrix, step_ops
 from ..kernels.attention import attend
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
-from ..kv import KvStore
+from ..kv import KvStore, SlotRun
 from ..weights.layer import LayerWeights, PartWeights, Weights
 from .decoder import Decoder, Segment
 
@@ -43,11 +43,11 @@ class DeviceDecoder(Decoder):
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: KvStore, stage_of_layer: Sequence[int], dtype: torch.dtype,
         device: torch.device, all_reduce: Callable[[Tensor], Tensor], sum_in_place: Callable[[Tensor], object],
-        kv_format: KvFormat, embedding: EmbeddingTable,
+        embedding: EmbeddingTable,
     ) -> None:
         super().__init__(spec, weights, kv, stage_of_layer, dtype, device, all_reduce)
         self.embedding = embedding
-        self.fused = fits_kernels(spec, kv_format) and all(
+        self.fused = fits_kernels(spec) and all(
             part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
         )
         self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
@@ -111,7 +111,7 @@ class DeviceDecoder(Decoder):
 
     def place(self, layer: int, part: int) -> KvPlace:
         region = self._kv.region((self._stage_of_layer[layer], part), layer)
-        return KvPlace(region.keys, region.values)
+        return KvPlace.of(region.keys, region.values)
 
     def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
         """As the base class; the input is left as it is."""
@@ -225,7 +225,8 @@ class DeviceDecoder(Decoder):
         window, length = facts.sliding_window, segment.start + segment.rows
         first = max(0, segment.start + 1 - window) if window else 0
         bundle = (self._stage_of_layer[layer], part.part)
-        key_HLW, value_HLW = self._kv.read(bundle, layer, segment.state.slots[bundle], first, length)
+        region, run = self._kv.region(bundle, layer), segment.state.slots[bundle]
+        key_HLW, value_HLW = (self._gather(rows, run, first, length) for rows in (region.keys, region.values))
         even = part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
         if not even or segment.rows == 1 or (window and length > window):
             how = (part.kv_head_of_query, scale, window, self._dtype)
@@ -240,6 +241,14 @@ class DeviceDecoder(Decoder):
             )  # fmt: skip
             attended.copy_(result[0].transpose(0, 1))
 
+    def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
+        """As the store's own, q8_0 in one pass: [H, n, W]."""
+        if rows.dtype is not torch.uint8:
+            return self._kv.gather(rows, run, first, length)
+        skipped = first // BLOCK_TOKENS
+        joined = step_ops.gather_blocks(rows, run.index[skipped : block_count(length)], self._dtype)
+        return joined[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
+
     def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
         """All parts' columns of the feed-forward block: [T, D]."""
         parts = [part for part in parts if part.feed_forward]
@@ -252,8 +261,8 @@ class DeviceDecoder(Decoder):
         return _side_by_side(inner_TF, [part.down for part in parts])
 
 
-def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
-    """Whether the kernels between the products cover this model and cache."""
+def fits_kernels(spec: ModelSpec) -> bool:
+    """Whether the kernels between the products cover this model, whatever the types of its cache."""
     widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
     return (
         all(key == value and key in (32, 64, 128, 256) for key, value in widths)
@@ -264,8 +273,6 @@ def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
         )
         and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
         and spec.hidden % 32 == 0
-        and KvType.Q8_0 not in (kv_format.key, kv_format.value)
-        and kv_format.key == kv_format.value
     )
 
 
