@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gearshift.coordinator.model.files import resolve_model
@@ -27,8 +28,9 @@ from gearshift.proto.placement.working import WorkingCase
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, cached, passed, stepped
-from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels import quant_ops, step_ops
 from gearshift.worker.kernels.exchange import Exchange
+from gearshift.worker.kernels.quant_matrix import as_quantised
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
@@ -41,8 +43,9 @@ HALF = torch.float16
 SHAPE: dict[str, Any] = {
     "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320,
 }  # fmt: skip
-# Attention's results are cut inside a block of Q4_K, and query heads inside a group, as 9 to 7 are.
+# At 9 to 7 attention's results are cut inside a block of Q4_K, and query heads inside a group. One bias more.
 CUT = SHAPE | {"heads": 16, "kv_heads": 4, "types": {"attn_output.weight": "Q4_K"}}
+CUT["tensors"] = {"blk.1.attn_output.bias": np.linspace(-2.0, 2.0, SHAPE["hidden"], dtype=np.float32)}
 POSITIONS = (70, 5, 0)
 
 
@@ -118,6 +121,69 @@ def check_stages(
     yield f"{name}: a request among others", float(not torch.equal(others[0], found[0][0])), 0.5
 
 
+def shift_to_tensor(stages: Sequence[Stage]) -> None:
+    """Each rank's bundles of other parts to those parts' ranks, byte by byte, where theirs of its part were."""
+    moved = []
+    for rank, stage in enumerate(stages):
+        for state, others in zip(stage.states, stages[1 - rank].states, strict=True):
+            place, source = state.slots[rank, 1 - rank].index, others.slots[1 - rank, rank].index
+            moved.append((stage, place, stages[1 - rank].kv.arena[source].clone()))
+            state.slots[1 - rank, rank] = state.slots[rank, 1 - rank]
+    for stage, place, content in moved:
+        width = min(stage.kv.arena.shape[1], content.shape[1])
+        stage.kv.arena[place, :width] = content[:, :width]
+
+
+def check_tensor_parts(
+    folder: Path, kv_type: KvType, whole: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, float, float]]:
+    """Two ranks' shares of every half block under tensor parallelism, added, give the logits of the layer layout."""
+    name = f"tensor parts, {kv_type}, {len(whole)} whole"
+    path = build_model(folder / f"{name}.gguf", quant="Q8_0", seed=6, **CUT)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    placement = place(spec, 2, whole_layers=whole, tensor_shares=(9.0, 7.0))
+    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type) for rank in range(2)]
+    outputs = [as_quantised(part.attention_output) for part in stages[0].decoder.weights.layers[0].parts]
+    assert any(matrix.lead or matrix.tail for matrix in outputs if matrix.rows), "no block is cut"
+    before, tokens = [stage.kv.arena.clone() for stage in stages], [5, 300, 77]
+    wanted = stepped(stages, tokens, POSITIONS)
+    for stage, arena in zip(stages, before, strict=True):
+        stage.kv.arena.copy_(arena)
+    shift_to_tensor(stages)
+    buckets, ranks = [], []
+    for rank, stage in enumerate(stages):
+        assert can_step(spec, stage.decoder)
+        exchange = Exchange.over(torch.zeros(2, dtype=torch.int64), 2, rank, spec.hidden)
+        ranks.append(DecodeSteps(spec, placement, stage.decoder, exchange, CONTEXT))
+        buckets.append(bucket := ranks[rank]._bucket(len(tokens)))
+        bucket.set_tables(stage.states, [(0, rank), (1, rank)])
+        bucket.feed(tokens, POSITIONS)
+        bucket.partial.fill_(float("nan"))
+        stage.decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
+        stage.decoder.angles(bucket.state.positions, bucket.angles)
+
+    def finish(shares: list[torch.Tensor], norm: torch.Tensor) -> None:
+        total = torch.stack(shares) if shares else None
+        for bucket in buckets:
+            step_ops.finish_half(total, bucket.hidden, norm, None, spec.norm_epsilon, bucket.normed)
+
+    weights = [stage.decoder.weights for stage in stages]
+    finish([], weights[0].layers[0].attention_norm)
+    for number in range(len(spec.layers)):
+        layers, last = [each.layers[number] for each in weights], number + 1 == len(spec.layers)
+        for steps, layer, bucket in zip(ranks, layers, buckets, strict=True):
+            steps._attention(layer, number, bucket)
+        finish([bucket.partial for bucket in buckets], layers[0].feed_forward_norm)
+        for steps, layer, bucket in zip(ranks, layers, buckets, strict=True):
+            steps._feed_forward(layer.own, bucket)
+        norm = weights[0].output_norm if last else weights[0].layers[number + 1].attention_norm
+        finish([bucket.partial for bucket in buckets], norm)
+    for each, bucket in zip(weights, buckets, strict=True):
+        as_quantised(each.head).multiply_quantized(bucket.normed, bucket.logits)
+    found = torch.cat([bucket.logits[: len(tokens)] for bucket in buckets], dim=1)
+    yield name, float(not torch.equal(found, wanted)), 0.5
+
+
 def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     """Greedy steps of one rank, chosen inside, in two runs of the results' lines: what each step's logits say."""
     path = build_model(folder / "one.gguf", quant="Q8_0", seed=4, **SHAPE)
@@ -177,6 +243,7 @@ def main() -> int:
         folder = Path(name)
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
         checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
+        checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
         checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:

@@ -155,11 +155,11 @@ def rotate_and_store(
     else:
         slot = tl.load(table + row * table_stride + position // 64, mask=position >= 0, other=0).to(tl.int64)
         if head < Q + H:
-            rows = keys + slot * key_slot + (head - Q) * key_head
-            _store_rows(x, rows, position % 64, there, R, W, KEY_BLOCKS)
+            key_rows = keys + slot * key_slot + (head - Q) * key_head
+            _store_rows(x, key_rows, position % 64, there, R, W, KEY_BLOCKS)
         else:
-            rows = values + slot * value_slot + (head - Q - H) * value_head
-            _store_rows(x, rows, position % 64, there, R, W, VALUE_BLOCKS)
+            value_rows = values + slot * value_slot + (head - Q - H) * value_head
+            _store_rows(x, value_rows, position % 64, there, R, W, VALUE_BLOCKS)
 
 
 @triton.jit
