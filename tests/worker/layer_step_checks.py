@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
@@ -35,6 +37,7 @@ from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
+from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
 from gearshift.worker.weights import device_load
 
@@ -184,6 +187,27 @@ def check_tensor_parts(
     yield name, float(not torch.equal(found, wanted)), 0.5
 
 
+def check_chunk_attention(folder: Path, kv_type: KvType, window: int) -> Iterator[tuple[str, float, float]]:
+    """Rows of a chunk over what is cached, of parts whose groups are cut: against every head alone, in f32."""
+    path = build_model(folder / f"chunk-{kv_type}-{window}.gguf", "qwen3", quant="Q8_0", seed=8, **CUT)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    spec = replace(spec, layers=tuple(replace(layer, sliding_window=window) for layer in spec.layers))
+    stage = Stage.of(path, place(spec, 2, tensor_shares=(9.0, 7.0)), 0, CPU, kv_type=kv_type)
+    segment, layer = Segment(stage.states[0], 0, 20, 60), stage.spec.layers[0]
+    stage.decoder._spec = spec
+    for part in stage.decoder.weights.layers[0].parts:
+        query = torch.randn(20, part.query_heads, layer.key_width).to(HALF)
+        found = stage.decoder.attend_all(query, [part], 0, [segment], torch.full_like(query, float("nan")))
+        bundle = 0, part.part
+        keys, values = (rows.float() for rows in stage.kv.read(bundle, 0, stage.states[0].slots[bundle], 0, 80))
+        wanted = torch.empty(query.shape)
+        for row, head in product(range(20), range(part.query_heads)):
+            first, kv = max(0, 61 + row - window) if window else 0, part.kv_head_of_query[head]
+            scores = keys[kv, first : 61 + row] @ query[row, head].float() * spec.attention_scale
+            wanted[row, head] = torch.softmax(scores, 0) @ values[kv, first : 61 + row]
+        yield f"chunk's attention, {kv_type}, window {window}", error(found, wanted), 2e-3
+
+
 def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     """Greedy steps of one rank, chosen inside, in two runs of the results' lines: what each step's logits say."""
     path = build_model(folder / "one.gguf", quant="Q8_0", seed=4, **SHAPE)
@@ -244,6 +268,7 @@ def main() -> int:
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
         checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
         checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
+        checks += [check_chunk_attention(folder, KvType.Q8_0, 0), check_chunk_attention(folder, KvType.F16, 30)]
         checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:

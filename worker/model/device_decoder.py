@@ -4,7 +4,8 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Protocol, Self
 
 import torch
@@ -227,17 +228,25 @@ class DeviceDecoder(Decoder):
         bundle = (self._stage_of_layer[layer], part.part)
         region, run = self._kv.region(bundle, layer), segment.state.slots[bundle]
         key_HLW, value_HLW = (self._gather(rows, run, first, length) for rows in (region.keys, region.values))
-        even = part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
-        if not even or segment.rows == 1 or (window and length > window):
-            how = (part.kv_head_of_query, scale, window, self._dtype)
-            attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
+        for queries, heads in head_runs(part):
+            how = query_TQW[:, queries], key_HLW[heads], value_HLW[heads], attended[:, queries]
+            self._attend_evenly(*how, segment, scale, window)
+
+    def _attend_evenly(
+        self, query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, attended: Tensor, segment: Segment, scale: float,
+        window: int,
+    ) -> None:
+        """As many queries to each KV head."""
+        heads, group = key_HLW.shape[0], query_TQW.shape[1] // key_HLW.shape[0]
+        if segment.rows == 1 or (window and segment.start + segment.rows > window):
+            kv_head_of_query = tuple(head // group for head in range(heads * group))
+            attended.copy_(attend(query_TQW, key_HLW, value_HLW, kv_head_of_query, scale, window, self._dtype))
         elif deep_attention.suits(self._device, segment.rows, segment.start):
             deep_attention.attend_in_two(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
             result = functional.scaled_dot_product_attention(
                 query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],
-                attn_mask=causal_lower_right(segment.rows, length), scale=scale,
-                enable_gqa=part.kv_heads != part.query_heads,
+                attn_mask=causal_lower_right(segment.rows, key_HLW.shape[1]), scale=scale, enable_gqa=group > 1,
             )  # fmt: skip
             attended.copy_(result[0].transpose(0, 1))
 
@@ -276,9 +285,16 @@ def fits_kernels(spec: ModelSpec) -> bool:
     )
 
 
-def even_groups(kv_heads: int, group: int) -> tuple[int, ...]:
-    """The KV head of each query head where every KV head has its whole group: what the kernels take."""
-    return tuple(head // group for head in range(kv_heads * group))
+def head_runs(part: PartWeights) -> Iterator[tuple[slice, slice]]:
+    """Runs of a part's query heads, and of the KV heads these read, with as many of the former to each of the latter.
+
+    One run where groups are whole: a group that a part begins or ends inside is one of its own.
+    """
+    query = kv = 0
+    for count, alike in groupby(part.kv_head_of_query.count(head) for head in range(part.kv_heads)):
+        heads = len(list(alike))
+        yield slice(query, query + heads * count), slice(kv, kv + heads)
+        query, kv = query + heads * count, kv + heads
 
 
 def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
