@@ -29,6 +29,8 @@ MERGED_TOGETHER = 32  # splits, in `attend_merge`: all that a context has that i
 GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
 SUM_WARPS = 4  # so that a thread reads one word: with half as many, or twice, a sum takes far longer
 BEST_BLOCK = 2048  # logits a program of `best_of_block`
+# Not measured yet. With 4, each has 805 instructions for 64 tokens of q8_0, against 444 with 8.
+WARPS_OF_BLOCKS = 8
 
 
 def finish_half(
@@ -209,7 +211,8 @@ def attend_cached(
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
         buffers.weights, scale, *place.strides, Q=heads.query, H=heads.kv, GROUP=heads.group, SKIPPED=heads.skipped,
         PAD=max(16, triton.next_power_of_2(heads.group)), W=width, SPLITS=splits, WINDOW=window,
-        STAGES=2 if width <= 128 else 1, **place.blocks, EMULATED=EMULATED, num_warps=4,
+        STAGES=2 if width <= 128 else 1, **place.blocks, EMULATED=EMULATED,
+        num_warps=WARPS_OF_BLOCKS if width >= 128 and any(place.blocks.values()) else 4,
     )  # fmt: skip
     held, at_once = out.columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
     attend_merge[rows, triton.cdiv(held, at_once)](
