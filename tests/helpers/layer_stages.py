@@ -67,7 +67,8 @@ class Stage:
     ) -> "Stage":  # fmt: skip
         spec, ledger, on_card = build_spec(resolve_model(str(path)), CONTEXT), MemoryLedger(), device.type == "cuda"
         half = torch.bfloat16 if on_card else torch.float16
-        kv_type = kv_type or (KvType.BF16 if on_card else KvType.F16)
+        usual = KvType.BF16 if on_card else KvType.F16
+        kv_type = kv_type or usual
         files = MappedModel(spec)
         loader = WeightLoader(spec, placement, rank, files, torch.bfloat16, device, ledger, lambda _: None)
         loader._device_loader = device_load.DeviceLoader(files, device)
@@ -89,21 +90,20 @@ class Stage:
         for number in range(requests):
             runs = {b: SlotRun.of(tuple(next(order) for _ in range(blocks)), device) for b in bundles}
             states.append(RequestState(RequestId(number), Layout.LAYER, runs, greedy=True, last_token=number + 7))
-        if kv_type is KvType.Q8_0:
-            _fill(kv, placement.stages[rank], states)
-        else:
+        if kv_type is usual:
             kv.arena.view(half).normal_()
+        else:
+            _fill(kv, spec, placement.stages[rank], states)
         return cls(spec, placement, rank, decoder, steps, kv, states)
 
 
-def _fill(kv: KvStore, layers: LayerRange, states: Sequence[RequestState]) -> None:
+def _fill(kv: KvStore, spec: ModelSpec, layers: LayerRange, states: Sequence[RequestState]) -> None:
     """Random numbers where requests may look; elsewhere no numbers."""
     kv.arena.fill_(0xFF)
     for state, layer in product(states, layers):
         for bundle, run in state.slots.items():
-            region = kv.region(bundle, layer)
-            shapes = [(CONTEXT, rows.shape[1], rows.shape[3] // 34 * 32) for rows in (region.keys, region.values)]
-            kv.append(bundle, layer, run, 0, *(torch.randn(shape, device=kv.arena.device) for shape in shapes))
+            shape = CONTEXT, kv.region(bundle, layer).keys.shape[1], spec.layers[layer].key_width
+            kv.append(bundle, layer, run, 0, *(torch.randn(shape, device=kv.arena.device) for _ in range(2)))
 
 
 def cached(stage: Stage) -> torch.Tensor:

@@ -167,6 +167,10 @@ def check_attention(
     """`blocks`: keys, values are q8_0. `beside`: heads held before and behind the part's. Not all rows are there."""
     slots, columns = 23, (heads.query + 2 * heads.kv) * width
     projected, bias = randn(rows, columns), randn(columns)
+    # Values of the first row at a scale of 1, each as far from one code as from the next.
+    bias[-heads.kv * width :] = 0
+    projected[0, -heads.kv * width :] = torch.randint(-100, 100, (heads.kv * width,), device=DEVICE) + 0.5
+    projected[0, -heads.kv * width :: 32] = 127.0
     norms = (randn(width), randn(width)) if norm else None
     turns = 10000.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
     rope = RopeFacts(turns, 1.1, kind)
