@@ -134,10 +134,10 @@ class Cache:
         self.keys, self.values = (run.view(kind).unflatten(1, (heads, 64, columns)) for run, (kind, columns) in runs)
         self.place = KvPlace.of(self.keys, self.values)
 
-    def write(self, slot: int, row: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """One position's [heads, width]."""
+    def write(self, slot: int, at: int | slice, key: torch.Tensor, value: torch.Tensor) -> None:
+        """One position's [heads, width], or those of several, [heads, positions, width]."""
         for to, rows, quantised in zip((self.keys, self.values), (key, value), self.blocks, strict=True):
-            to[slot, :, row] = quantize_q8_0(rows) if quantised else rows.to(to.dtype)
+            to[slot, :, at] = quantize_q8_0(rows) if quantised else rows.to(to.dtype)
 
     def read(self, slots: torch.Tensor, first: int, end: int) -> list[torch.Tensor]:
         """Keys and values of positions [first, end): f32 [heads, positions, width]."""
@@ -184,9 +184,9 @@ def check_attention(
     exact = Cache(slots, heads.kv, width, (False, False), torch.float32)
     newest = [(row, int(tables[row][place // 64]), place % 64) for row, place in enumerate(places) if place >= 0]
     for row, place in enumerate(places):  # what came before
-        for position in range(place):
-            slot = int(tables[row][position // 64])
-            cache.write(slot, position % 64, randn(heads.kv, width), randn(heads.kv, width))
+        for block in range(-(-place // 64)):
+            shape = heads.kv, min(64, place - block * 64), width
+            cache.write(int(tables[row][block]), slice(0, shape[1]), randn(*shape), randn(*shape))
     before = cache.arena.clone()
     query = torch.zeros(rows, heads.query, width, dtype=HALF, device=DEVICE)
     step_ops.fill_angles(rope, positions, angles)
