@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, isnan, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +108,9 @@ def measure_perplexity(
     while done < count:
         for event in driver.step(POLL_SECONDS):
             if isinstance(event, ScoresEvent):
+                if any(map(isnan, event.scores.logprobs)):
+                    room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
+                    raise RequestFailedError(f"the logits are not numbers to score by{room}")
                 losses += [-logprob for logprob in event.scores.logprobs]
             elif isinstance(event, FinishedEvent):
                 done += 1

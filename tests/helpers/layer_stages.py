@@ -61,14 +61,16 @@ class Stage:
     @classmethod
     def of(
         cls, path: Path, placement: Placement, rank: int, device: torch.device, requests: int = 3,
-        side_by_side: bool = True,
+        side_by_side: bool = True, half: torch.dtype | None = None,
     ) -> "Stage":  # fmt: skip
+        """`half`: what is computed in; left out it is bf16 on a card."""
         spec, ledger, on_card = build_spec(resolve_model(str(path)), CONTEXT), MemoryLedger(), device.type == "cuda"
-        half = torch.bfloat16 if on_card else torch.float16
-        form = KvFormat(KvType.BF16, KvType.BF16) if on_card else KvFormat(KvType.F16, KvType.F16)
+        half = half or (torch.bfloat16 if on_card else torch.float16)
+        kv_type = KvType.F16 if half is torch.float16 else KvType.BF16
+        form = KvFormat(kv_type, kv_type)
         files = MappedModel(spec)
-        loader = WeightLoader(spec, placement, rank, files, torch.bfloat16, device, ledger, lambda _: None)
-        loader._device_loader = device_load.DeviceLoader(files, device)
+        loader = WeightLoader(spec, placement, rank, files, half, device, ledger, lambda _: None)
+        loader._device_loader = device_load.DeviceLoader(files, device, half)
         weights = loader.load()
         blocks, bundles = CONTEXT // 64 + 1, list(held_bundles(placement, Rank(rank), Layout.LAYER))
         slots = requests * len(bundles) * blocks

@@ -10,6 +10,7 @@ import torch.nn.functional as functional
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import step_ops
+from gearshift.worker.kernels.cards import SplitTile, split_tile
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent, multiply, quantize
 from gearshift.worker.kernels.quant_planes import from_gguf
@@ -170,6 +171,9 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
     out = QuantizedRows.empty(rows, queries * width, DEVICE)
     buffers = SplitBuffers.of(rows, queries, splits, width, DEVICE)
     step_ops.attend_cached(query, place, tables, positions, scale, window, heads, buffers, out)
+    older = QuantizedRows.empty(rows, queries * width, DEVICE)
+    tile = SplitTile(split_tile(True, group, width).queries, 32, 1)  # as on cards before 8.0, and half a block at once
+    step_ops.attend_cached(query, place, tables, positions, scale, window, heads, buffers, older, tile)
     wanted_rows, stored = [], []
     for row in range(rows):
         length = int(positions[row]) + 1
@@ -185,6 +189,7 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
     return {
         "attention: query": error(query, rotated(head_kinds[0])) / 100, "attention: stored": max(stored) / 100,
         "attention: result": error(as_floats(out), torch.stack(wanted_rows)) / 100,
+        "attention: as on older cards": error(as_floats(older), torch.stack(wanted_rows)) / 100,
     }  # fmt: skip
 
 
@@ -213,7 +218,12 @@ def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float
     out, dense = QuantizedRows.empty(rows, width, DEVICE), torch.empty(rows, width, device=DEVICE)
     step_ops.gate(both, activation, out)
     step_ops.gate(both, activation, dense)
-    return {"gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted)}
+    shrunk = torch.empty_like(dense, dtype=torch.float16)
+    step_ops.gate(both, activation, shrunk, 32.0)
+    return {
+        "gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted),
+        "gate: f16": error(32.0 * shrunk.float(), wanted) / 1000,
+    }  # fmt: skip
 
 
 def check_choice(rows: int, vocab: int) -> dict[str, float]:
@@ -301,6 +311,7 @@ def main() -> int:
     checks += [
         check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False),
         check_attention(RopeKind.HALVES, 2, 1, 100, True),
+        check_attention(RopeKind.HALVES, 2, 2, 50, False),  # begins in the latter half of a block
     ]
     if DEVICE.type == "cuda":
         checks += [

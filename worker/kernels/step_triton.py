@@ -14,7 +14,7 @@ def finish_half_block(
     QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, MANY: tl.constexpr,
     SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
+    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as floats or int8. Grid (rows).
 
     PARTS: so many partial sums of this rank, added first; 0: none. SENT: the products have written this rank's words
     already. COUNT: the sum is made already, but not counted.
@@ -141,10 +141,11 @@ def _share_of_blocks(length, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
 def attend_split(
     query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
 
+    TOGETHER: positions of a block at once, which bounds shared memory.
     Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
     """
     row = (tl.program_id(0) // H).to(tl.int64)
@@ -157,7 +158,7 @@ def attend_split(
     end = tl.minimum(begin + each, all_blocks)
     g = tl.arange(0, PAD)
     w = tl.arange(0, W)
-    t = tl.arange(0, 64)
+    t = tl.arange(0, TOGETHER)
     q_row = row * (H * GROUP) + head * GROUP + g
     to = q_row * SPLITS + split
     if begin >= end:  # nothing here, and nobody looks
@@ -166,10 +167,12 @@ def attend_split(
     top = tl.full([PAD], float("-inf"), tl.float32)
     weight = tl.zeros([PAD], tl.float32)
     total = tl.zeros([PAD, W], tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        slot = tl.load(table + row * table_stride + block).to(tl.int64)
-        base = slot * slot_stride + head * head_stride
-        position = block * 64 + t
+    # From the first position that is seen on: of a part without any no score would be a number.
+    first_part = tl.maximum(begin * (64 // TOGETHER), first // TOGETHER)
+    for part in tl.range(first_part, end * (64 // TOGETHER), num_stages=STAGES):
+        slot = tl.load(table + row * table_stride + (part * TOGETHER) // 64).to(tl.int64)
+        base = slot * slot_stride + head * head_stride + ((part * TOGETHER) % 64) * W
+        position = part * TOGETHER + t
         ok = (position < length) & (position >= first)
         k = tl.load(keys + base + t[None, :] * W + w[:, None]).to(query.dtype.element_ty)
         v = tl.load(values + base + t[:, None] * W + w[None, :], mask=ok[:, None], other=0.0)
@@ -250,9 +253,9 @@ def merge_two(
 @triton.jit
 def gate_rows(
     both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, spans, halves, F: tl.constexpr, M: tl.constexpr,
-    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
+    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M). SHRINK: what `out` is divided by."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
     in_range = group < F // 32
@@ -268,7 +271,7 @@ def gate_rows(
     if QUANT:
         store_quantized(y, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, F, MANY)
     else:
-        tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + row * out_stride + at, (y * (1.0 / SHRINK)).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
