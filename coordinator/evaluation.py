@@ -108,9 +108,6 @@ def measure_perplexity(
     while done < count:
         for event in driver.step(POLL_SECONDS):
             if isinstance(event, ScoresEvent):
-                if any(map(isnan, event.scores.logprobs)):
-                    room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
-                    raise RequestFailedError(f"the logits are not numbers to score by{room}")
                 losses += [-logprob for logprob in event.scores.logprobs]
             elif isinstance(event, FinishedEvent):
                 done += 1
@@ -118,6 +115,9 @@ def measure_perplexity(
                     raise RequestFailedError(f"a window failed: {event.result.error}")
                 if on_window is not None:
                     on_window(done, count, exp(sum(losses) / len(losses)))
+    if any(map(isnan, losses)):
+        room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
+        raise RequestFailedError(f"the logits are not numbers to score by{room}")
     expected = count * (window_tokens - window_tokens // 2 - 1)
     if len(losses) != expected:
         raise RequestFailedError(f"{len(losses)} of {expected} scores came back")
