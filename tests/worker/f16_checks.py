@@ -35,7 +35,7 @@ from gearshift.worker.weights.load import WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
 
 CPU = torch.device("cpu")
-ROWS, LATER = 40, 3  # of a first pass, and of one behind it
+ROWS, LATER = 24, 3  # of a first pass, and of one behind it
 WIDE = 250.0  # times what feed-forward blocks are fed: what their gates let by is beyond f16 then
 
 Found = Iterator[tuple[str, float, float]]  # (what, found, most allowed)
@@ -82,7 +82,7 @@ def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wid
     """`down`: the type of the matrices behind the gates."""
     norm = np.full(64, WIDE if wide else 1.0, np.float32)
     path = build_model(
-        folder / f"{arch}-{down}-{wide}.gguf", arch, layers=2, hidden=64, heads=8, kv_heads=2, head_width=32,
+        folder / f"{arch}-{down}-{wide}.gguf", arch, layers=2, hidden=64, heads=4, kv_heads=2, head_width=32,
         feed_forward=128, vocab=320, quant="Q8_0", seed=9, types={"ffn_down.weight": down},
         tensors={f"blk.{layer}.ffn_norm.weight": norm for layer in range(2)},
     )  # fmt: skip
@@ -99,7 +99,7 @@ def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wid
         many, few = passes(stage.decoder, stage.states[0], rows)
         told = f"{name}{', kernel by kernel' * (not fused)}"
         yield f"{told}: many rows", error(many, wanted[0]), 2e-3
-        yield f"{told}: few rows", error(few, wanted[1]), 2e-2  # activations in int8
+        yield f"{told}: few rows", error(few, wanted[1]), 4e-2  # activations in int8
 
 
 def check_library_attention(device: torch.device) -> Found:
