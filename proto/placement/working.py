@@ -64,6 +64,12 @@ class WorkingCase(Struct, frozen=True):
     context_tokens: int
     max_chunk_tokens: int
     batch: int = 1  # requests in one decode step
+    wide_sums: bool = False  # on a GPU in f16: sums of products are f32 (worker/kernels/half.py)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a chunk's sums of products on a GPU."""
+        return 4 if self.wide_sums else 2
 
     @property
     def on_gpu(self) -> bool:
@@ -118,15 +124,16 @@ def _pass_bytes(
         facts = spec.layers[layer]
         if fused:
             attention = _fused_attention_bytes(facts, parts, rows, case, spec.hidden)
-            forward = _gpu_forward_bytes(parts, rows, spec.hidden)
+            forward = _gpu_forward_bytes(parts, rows, spec.hidden, case)
         elif case.on_gpu:
             attention = max(_plain_gpu_attention_bytes(facts, part, rows, case) for part in parts)
-            forward = max(_gpu_forward_bytes((part,), rows, spec.hidden) for part in parts)
+            forward = max(_gpu_forward_bytes((part,), rows, spec.hidden, case) for part in parts)
         else:
             attention = max(_cpu_attention_bytes(facts, part, rows, case) for part in parts)
             forward = max(3 * case.element_bytes * rows * len(part.feed_forward) for part in parts)
         widest = max(widest, attention, forward)
-    row_bytes_through = 2 * 4 + case.element_bytes + 2 * (2 if case.on_gpu else 4)  # hidden twice, its norm, two sums
+    # Hidden rows twice, their norms, two sums.
+    row_bytes_through = 2 * 4 + case.element_bytes + 2 * (case.sum_bytes if case.on_gpu else 4)
     return rows * spec.hidden * row_bytes_through + widest
 
 
@@ -175,7 +182,8 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     buckets = -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
     graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
     columns = chunk_scratch_columns(spec, placement, rank)
-    return rows * (spec.hidden * 8 + 2 * columns + buckets * angles + 4) + tables + graphs
+    hidden = spec.hidden * (4 + 2 + case.sum_bytes)  # the rows, their norms, a share of their sums
+    return rows * (hidden + 2 * columns + buckets * angles + 4) + tables + graphs
 
 
 def _fused(spec: ModelSpec) -> bool:
@@ -190,12 +198,12 @@ def _fused_attention_bytes(
     """Projections, queries and results in bf16 of all parts; one part's keys and values gathered."""
     query = sum(len(part.query) for part in parts)
     kv = sum(len(part.kv) for part in parts)
-    projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * 2
+    projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * case.sum_bytes
     queries_and_results = rows * query * (facts.key_width + 2 * facts.value_width) * 2
     # On the way keys or values are there once more, where slots are scattered.
     widths = facts.key_width + facts.value_width + max(facts.key_width, facts.value_width)
     gathered = _seen_positions(facts, rows, case) * max(len(part.kv) for part in parts) * widths * 2
-    return projected + queries_and_results + gathered + rows * hidden * 2
+    return projected + queries_and_results + gathered + rows * hidden * case.sum_bytes
 
 
 def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
@@ -215,9 +223,10 @@ def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case:
     return rows * (columns * (2 + 4) + 2 * 4 * turned) + gathered + on_their_way + masks + scores + results
 
 
-def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int) -> int:
+def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int, case: WorkingCase) -> int:
+    """Gates and what they are for, what they let by (in f16 once more, before it is), and the result."""
     width = sum(len(part.feed_forward) for part in parts)
-    return rows * (3 * width + hidden) * 2
+    return rows * ((3 * width + hidden) * case.sum_bytes + (2 * width if case.wide_sums else 0))
 
 
 def _cpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:

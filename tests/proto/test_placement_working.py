@@ -35,6 +35,17 @@ def test_a_chunk_is_never_longer_than_the_context() -> None:
     )
 
 
+def test_in_f16_a_card_has_sums_twice_as_wide() -> None:
+    rows = CASE.chunk_rows
+    plain, wide = (of(replace(CASE, wide_sums=wide)) for wide in (False, True))
+    assert wide.standing - plain.standing == 2 * rows * SPEC.hidden
+    assert (wide.prefill, wide.shift) == (plain.prefill, plain.shift)  # chunks' sums are among what stays
+    # A step that is not captured: the sums of its two halves.
+    assert wide.decode > plain.decode
+    loose = replace(CASE, kv_format=KvFormat(KvType.Q8_0, KvType.Q8_0))  # kernel by kernel
+    assert of(replace(loose, wide_sums=True)).prefill > of(loose).prefill
+
+
 def test_only_journeys_that_shift_stage_bundles() -> None:
     staying = replace(CASE, journeys=tuple((layout, layout) for layout in Layout))
     assert of(staying).shift <= of(staying).prefill

@@ -10,6 +10,7 @@ import torch.nn.functional as functional
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import step_ops
+from gearshift.worker.kernels.cards import SplitTile, split_tile
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.kv_rows import dequantize_q8_0, quantize_q8_0
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent, multiply, quantize
@@ -227,6 +228,11 @@ def check_attention(
     for poisoned in (out.scales, out.sums_16, out.sums_32, out.spans, out.halves, *of_splits):
         poisoned.fill_(float("nan"))
     out.codes.fill_(99)
+    older = QuantizedRows.empty(rows, out.columns, DEVICE)
+    tile = SplitTile(split_tile(True, heads.group, width).queries, 32, 1)  # before 8.0; half a block
+    step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, older, beside[0], tile)
+    for poisoned in of_splits:
+        poisoned.fill_(float("nan"))
     step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, out, beside[0])
     kv_head = (torch.arange(heads.query, device=DEVICE) + heads.skipped) // heads.group
     wanted = torch.zeros(rows, heads.query, width, device=DEVICE)
@@ -245,6 +251,7 @@ def check_attention(
         "attention: cache, bit by bit": float(not torch.equal(written, cache.arena)),
         "attention: splits": error(joined[there], wanted[there]) / 30,
         "attention: result": error(as_floats(out), result) / 100, "attention: sums": wrong_sums(out),
+        "attention: as on older cards": error(as_floats(older), result) / 100,
         "attention: nothing beside it": float(as_floats(out)[others].abs().sum()),
     }  # fmt: skip
 
@@ -286,7 +293,12 @@ def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float
     out, dense = QuantizedRows.empty(rows, width, DEVICE), torch.empty(rows, width, device=DEVICE)
     step_ops.gate(both, activation, out)
     step_ops.gate(both, activation, dense)
-    return {"gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted)}
+    shrunk = torch.empty_like(dense, dtype=torch.float16)
+    step_ops.gate(both, activation, shrunk, 32.0)
+    return {
+        "gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted),
+        "gate: f16": error(32.0 * shrunk.float(), wanted) / 1000,
+    }  # fmt: skip
 
 
 def check_choice(rows: int, vocab: int) -> dict[str, float]:
@@ -375,6 +387,7 @@ def main() -> int:
     checks += [
         check_attention(RopeKind.INTERLEAVED, 4, PartHeads(8, 2, 4), 0, False),
         check_attention(RopeKind.HALVES, 3, PartHeads(2, 2, 1), 100, True, blocks=Q8),
+        check_attention(RopeKind.HALVES, 2, PartHeads(4, 2, 2), 50, False),  # begins in the latter half of a block
         check_attention(RopeKind.INTERLEAVED, 1, PartHeads(5, 3, 3, 2), 0, False, 32, Q8, (2, 1)),
         check_attention(RopeKind.HALVES, 3, PartHeads(3, 2, 4, 2), 40, True, blocks=(False, True), beside=(1, 0)),
         check_attention(RopeKind.HALVES, 2, PartHeads(3, 1, 4), 0, False, 128, (True, False), (0, 1)),

@@ -22,7 +22,7 @@ def suits(device: torch.device, rows: int, cached: int) -> bool:
 
 
 def attend_in_two(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float, out: Tensor) -> None:
-    """out [T, Q, W] = attention of the T newest of L positions, in bf16."""
+    """out [T, Q, W] = attention of the T newest of L positions, in bf16 or f16."""
     cached = key_HLW.shape[1] - query_TQW.shape[0]
     query = query_TQW.transpose(0, 1)[None]
     past, past_sum = _attend(query, key_HLW[None, :, :cached], value_HLW[None, :, :cached], False, scale)

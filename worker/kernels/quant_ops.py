@@ -177,9 +177,9 @@ def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:
     return max(1, 128 // together), 4, together
 
 
-def expand(planes: Planes, out: Tensor) -> None:
-    """The matrix, dequantised: out [N, K] in any float type."""
-    _expand(planes, out, planes.rows, None, 1.0)
+def expand(planes: Planes, out: Tensor, factor: float = 1.0) -> None:
+    """The matrix, dequantised and times `factor`: out [N, K] in any float type."""
+    _expand(planes, out, planes.rows, None, factor)
 
 
 def gather(planes: Planes, ids: Tensor, out: Tensor, factor: float) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
 from .batch_source import SPAN
+from .cards import SplitTile, is_older, split_tile
 from .exchange import MOST_ROWS, Exchange
 from .exchange_triton import sum_rows
 from .quant_ops import EMULATED, QuantizedRows
@@ -37,7 +38,7 @@ def finish_half(
     partial: Tensor | None, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
     out: Tensor | QuantizedRows, exchange: Exchange | None = None, sent: bool = False,
 ) -> None:
-    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum.
+    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as floats or int8. No exchange: partial is the sum.
 
     `partial` [T, D], or [parts, T, D]: this rank's parts, added first, in their order.
     `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`).
@@ -199,19 +200,20 @@ class SplitBuffers:
 
 def attend_cached(
     query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, heads: PartHeads,
-    buffers: SplitBuffers, out: QuantizedRows, lead: int = 0,
+    buffers: SplitBuffers, out: QuantizedRows, lead: int = 0, tile: SplitTile | None = None,
 ) -> None:
-    """Each row's query [B, Q, W] over its cached positions, as int8.
+    """Each row's query [B, Q, W] over its cached positions, as int8. `tile`: as `split_tile` would give it.
 
     `out` may have more heads than Q: `lead` before them, and others behind, all zeros.
     """
     rows, _, width = query.shape
     splits = buffers.greatest.shape[2]
+    tile = tile or split_tile(is_older(query.device), heads.group, width)
     attend_split[rows * heads.kv, splits](
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
         buffers.weights, scale, *place.strides, Q=heads.query, H=heads.kv, GROUP=heads.group, SKIPPED=heads.skipped,
-        PAD=max(16, triton.next_power_of_2(heads.group)), W=width, SPLITS=splits, WINDOW=window,
-        STAGES=2 if width <= 128 else 1, **place.blocks, EMULATED=EMULATED,
+        PAD=tile.queries, W=width, SPLITS=splits, WINDOW=window, STAGES=tile.stages, TOGETHER=tile.together,
+        **place.blocks, EMULATED=EMULATED,
         num_warps=WARPS_OF_BLOCKS if width >= 128 and any(place.blocks.values()) else 4,
     )  # fmt: skip
     held, at_once = out.columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
@@ -222,8 +224,11 @@ def attend_cached(
     )  # fmt: skip
 
 
-def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> None:
-    """activation(gate) * up of rows [T, gate | up]: bf16 [T, F] (rows may be strided), or int8."""
+def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows, shrink: float = 1.0) -> None:
+    """activation(gate) * up of rows [T, gate | up]: floats [T, F] (rows may be strided), or int8.
+
+    `shrink`: what floats are divided by.
+    """
     rows, feed_forward = both.shape[0], both.shape[1] // 2
     quantised = out if isinstance(out, QuantizedRows) else None
     dense = both if isinstance(out, QuantizedRows) else out
@@ -231,7 +236,7 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
         GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, MANY=rows > 1,
-        num_warps=2 if quantised else 4,
+        SHRINK=shrink, num_warps=2 if quantised else 4,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def finish_half_block(
     QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, MANY: tl.constexpr,
     SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
+    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as floats or int8. Grid (rows).
 
     PARTS: so many partial sums of this rank, added first; 0: none. SENT: the products have written this rank's words
     already. COUNT: the sum is made already, but not counted.
@@ -199,13 +199,13 @@ def _codes_times_scale(pairs, scale, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def _load_blocks(rows, ok, W: tl.constexpr):
-    """64 rows in q8_0 (see `_store_blocks`): scales [64, W / 32], pairs of codes [64, W / 32, 16].
+def _load_blocks(rows, ok, W: tl.constexpr, N: tl.constexpr):
+    """N rows in q8_0 (see `_store_blocks`): scales [N, W / 32], pairs of codes [N, W / 32, 16].
 
     Rows not `ok` have scales of 0.
     """
     block = tl.arange(0, W // 32)
-    at = rows + tl.arange(0, 64)[:, None] * (W // 32 * 17) + block[None, :] * 17
+    at = rows + tl.arange(0, N)[:, None] * (W // 32 * 17) + block[None, :] * 17
     scale = tl.load(at, mask=ok[:, None], other=0).to(tl.float16, bitcast=True)
     return scale, tl.load(at[:, :, None] + 1 + tl.arange(0, 16)[None, None, :])
 
@@ -218,7 +218,7 @@ def gather_q8_0(rows, slot_stride, head_stride, slots, out, W: tl.constexpr):
     """
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     t = tl.arange(0, 64)
-    scale, pairs = _load_blocks(rows + slot * slot_stride + tl.program_id(1) * head_stride, t >= 0, W)
+    scale, pairs = _load_blocks(rows + slot * slot_stride + tl.program_id(1) * head_stride, t >= 0, W, 64)
     wide = pairs.to(tl.int32)
     codes = tl.reshape(tl.join((wide << 24) >> 24, wide >> 8), [64, W // 32, 32]).to(tl.float32)
     x = tl.reshape(codes * scale.to(tl.float32)[:, :, None], [64, W])
@@ -227,11 +227,11 @@ def gather_q8_0(rows, slot_stride, head_stride, slots, out, W: tl.constexpr):
 
 
 @triton.jit
-def _even_and_odd(scale, pairs, W: tl.constexpr, EMULATED: tl.constexpr):
-    """What `_load_blocks` loaded, dequantised: the rows' even and their odd columns, f16 [64, W / 2] each."""
-    scale = tl.broadcast_to(scale[:, :, None], [64, W // 32, 16])
+def _even_and_odd(scale, pairs, W: tl.constexpr, N: tl.constexpr, EMULATED: tl.constexpr):
+    """What `_load_blocks` loaded, dequantised: the rows' even and their odd columns, f16 [N, W / 2] each."""
+    scale = tl.broadcast_to(scale[:, :, None], [N, W // 32, 16])
     even, odd = _codes_times_scale(pairs, scale, EMULATED)
-    return tl.reshape(even, [64, W // 2]), tl.reshape(odd, [64, W // 2])
+    return tl.reshape(even, [N, W // 2]), tl.reshape(odd, [N, W // 2])
 
 
 @triton.jit
@@ -245,10 +245,11 @@ def attend_split(
     query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, key_slot, key_head,
     value_slot, value_head, Q: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, SKIPPED: tl.constexpr,
     PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
-    KEY_BLOCKS: tl.constexpr, VALUE_BLOCKS: tl.constexpr, EMULATED: tl.constexpr,
+    TOGETHER: tl.constexpr, KEY_BLOCKS: tl.constexpr, VALUE_BLOCKS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
 
+    TOGETHER: positions of a block at once, which bounds shared memory.
     Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
     SKIPPED: of the first KV head's GROUP of query heads so many are another part's; so may be the last one's last.
     KEY_BLOCKS, VALUE_BLOCKS: they are q8_0, in 16-bit words, and products with them in f16, even and odd columns apart.
@@ -263,7 +264,7 @@ def attend_split(
     end = tl.minimum(begin + each, all_blocks)
     g = tl.arange(0, PAD)
     w = tl.arange(0, W)
-    t = tl.arange(0, 64)
+    t = tl.arange(0, TOGETHER)
     number = head * GROUP + g - SKIPPED
     own = (g < GROUP) & (number >= 0) & (number < Q)
     q_row = row * Q + number
@@ -287,23 +288,26 @@ def attend_split(
         total_odd = tl.zeros([PAD, W // 2], tl.float32)
     else:
         total = tl.zeros([PAD, W], tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        slot = tl.load(table + row * table_stride + block).to(tl.int64)
-        position = block * 64 + t
+    # From the first position that is seen on: of a part without any no score would be a number.
+    first_part = tl.maximum(begin * (64 // TOGETHER), first // TOGETHER)
+    for part in tl.range(first_part, end * (64 // TOGETHER), num_stages=STAGES):
+        slot = tl.load(table + row * table_stride + (part * TOGETHER) // 64).to(tl.int64)
+        position = part * TOGETHER + t
+        in_block = (part * TOGETHER) % 64
         ok = (position < length) & (position >= first)
-        key_rows = keys + slot * key_slot + head * key_head
-        value_rows = values + slot * value_slot + head * value_head
+        key_rows = keys + slot * key_slot + head * key_head + in_block * (W // 32 * 17 if KEY_BLOCKS else W)
+        value_rows = values + slot * value_slot + head * value_head + in_block * (W // 32 * 17 if VALUE_BLOCKS else W)
         # All is asked for before any of it is needed.
         if KEY_BLOCKS:
-            k_scale, k_pairs = _load_blocks(key_rows, ok, W)
+            k_scale, k_pairs = _load_blocks(key_rows, ok, W, TOGETHER)
         else:
             k = tl.load(key_rows + t[None, :] * W + w[:, None]).to(query.dtype.element_ty)
         if VALUE_BLOCKS:
-            v_scale, v_pairs = _load_blocks(value_rows, ok, W)
+            v_scale, v_pairs = _load_blocks(value_rows, ok, W, TOGETHER)
         else:
             v = tl.load(value_rows + t[:, None] * W + w[None, :], mask=ok[:, None], other=0.0)
         if KEY_BLOCKS:
-            k_even, k_odd = _even_and_odd(k_scale, k_pairs, W, EMULATED)
+            k_even, k_odd = _even_and_odd(k_scale, k_pairs, W, TOGETHER, EMULATED)
             score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
         else:
             score = tl.dot(q, k)
@@ -313,7 +317,7 @@ def attend_split(
         shrink = tl.exp(top - new_top)
         weight = weight * shrink + tl.sum(p, 1)
         if VALUE_BLOCKS:
-            v_even, v_odd = _even_and_odd(v_scale, v_pairs, W, EMULATED)
+            v_even, v_odd = _even_and_odd(v_scale, v_pairs, W, TOGETHER, EMULATED)
             p = p.to(tl.float16)
             total_even = tl.dot(p, v_even, total_even * shrink[:, None])
             total_odd = tl.dot(p, v_odd, total_odd * shrink[:, None])
@@ -395,9 +399,9 @@ def merge_two(
 @triton.jit
 def gate_rows(
     both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, spans, halves, F: tl.constexpr, M: tl.constexpr,
-    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
+    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M). SHRINK: what `out` is divided by."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
     in_range = group < F // 32
@@ -413,7 +417,7 @@ def gate_rows(
     if QUANT:
         store_quantized(y, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, F, MANY)
     else:
-        tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + row * out_stride + at, (y * (1.0 / SHRINK)).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit

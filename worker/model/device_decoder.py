@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -17,7 +16,8 @@ from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import deep_attention, quant_matrix, step_ops
-from ..kernels.attention import attend
+from ..kernels.attention import attend, attend_by_library
+from ..kernels.half import gain_of, result_type
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
 from ..kv import KvStore, SlotRun
@@ -39,7 +39,7 @@ class Chunks(Protocol):
 
 
 class DeviceDecoder(Decoder):
-    """Layers, norms and head of one rank on a GPU, in bf16."""
+    """Layers, norms and head of one rank on a GPU, in bf16 or f16."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: KvStore, stage_of_layer: Sequence[int], dtype: torch.dtype,
@@ -188,12 +188,17 @@ class DeviceDecoder(Decoder):
             )  # fmt: skip
             column, first_head = column + columns, first_head + part.query_heads
 
+    @property
+    def gain(self) -> float:
+        """What `gate_parts` divides by, and the product behind it multiplies by."""
+        return gain_of(self._dtype)
+
     def gate_parts(self, both_TF: Tensor, parts: Sequence[PartWeights], inner_TF: Tensor) -> None:
-        """Each part's gate | up to its columns of `inner_TF`."""
-        first = 0
+        """Each part's gate | up to its columns of `inner_TF`; where these are of the compute type, by `gain`."""
+        first, shrink = 0, self.gain if inner_TF.dtype is self._dtype else 1.0
         for part in parts:
             end = first + part.feed_forward
-            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end])
+            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end], shrink)
             first = end
 
     def _table(self, bundle: tuple[int, int], segments: Sequence[Segment]) -> Table:
@@ -244,11 +249,8 @@ class DeviceDecoder(Decoder):
         elif deep_attention.suits(self._device, segment.rows, segment.start):
             deep_attention.attend_in_two(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
-            result = functional.scaled_dot_product_attention(
-                query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],
-                attn_mask=causal_lower_right(segment.rows, key_HLW.shape[1]), scale=scale, enable_gqa=group > 1,
-            )  # fmt: skip
-            attended.copy_(result[0].transpose(0, 1))
+            mask = causal_lower_right(segment.rows, key_HLW.shape[1])
+            attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, mask, scale))
 
     def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         """As the store's own, q8_0 in one pass: [H, n, W]."""
@@ -265,9 +267,11 @@ class DeviceDecoder(Decoder):
             return _no_part(normed_TD)
         both_TF = _stacked(normed_TD, [part.gate_up for part in parts])
         width = sum(part.feed_forward for part in parts)
-        inner_TF = torch.empty((normed_TD.shape[0], width), dtype=self._dtype, device=self._device)
+        rows = normed_TD.shape[0]
+        dtype = self._dtype if rows > FEW_ROWS else result_type(self._dtype)
+        inner_TF = torch.empty((rows, width), dtype=dtype, device=self._device)
         self.gate_parts(both_TF, parts, inner_TF)
-        return _side_by_side(inner_TF, [part.down for part in parts])
+        return _side_by_side(inner_TF, [part.down for part in parts], self.gain)
 
 
 def fits_kernels(spec: ModelSpec) -> bool:
@@ -308,11 +312,11 @@ def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
 def _no_part(normed_TD: Tensor) -> Tensor:
     """What a rank without a part adds to the sum: zeros in the type of the others' products (`_side_by_side`)."""
     few = normed_TD.shape[0] <= FEW_ROWS
-    return torch.zeros_like(normed_TD, dtype=torch.float32 if few else torch.bfloat16)
+    return torch.zeros_like(normed_TD, dtype=torch.float32 if few else result_type(normed_TD.dtype))
 
 
-def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
-    """`x`: the owned columns of each matrix, joined."""
+def _side_by_side(x_TC: Tensor, matrices: Sequence[object], gain: float = 1.0) -> Tensor:
+    """`x`: the owned columns of each matrix, joined; many rows were divided by `gain`."""
     quantised = [as_quantised(matrix) for matrix in matrices]
     widths = [matrix.columns for matrix in quantised]
     if x_TC.shape[0] <= FEW_ROWS:
@@ -321,7 +325,7 @@ def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
         for other in others:
             first = first + other
         return first
-    return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised)
+    return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised, gain=gain)
 
 
 def _matrices_of(part: PartWeights) -> tuple[QuantMatrix, ...]:
