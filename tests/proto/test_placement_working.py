@@ -42,8 +42,9 @@ def test_in_f16_a_card_has_sums_twice_as_wide() -> None:
     assert (wide.prefill, wide.shift) == (plain.prefill, plain.shift)  # chunks' sums are among what stays
     # A step that is not captured: the sums of its two halves.
     assert wide.decode > plain.decode
-    loose = replace(CASE, kv_format=KvFormat(KvType.Q8_0, KvType.Q8_0))  # kernel by kernel
-    assert of(replace(loose, wide_sums=True)).prefill > of(loose).prefill
+    odd = model_spec([layer_spec(16, 4, 2048, key_width=96)] * 4, hidden=1024, vocab=1000, types="Q8_0")
+    loose, wide_loose = (working(odd, place(odd, 2), 0, replace(CASE, wide_sums=each)) for each in (False, True))
+    assert wide_loose.prefill > loose.prefill  # heads for which there are no kernels: one by one
 
 
 def test_only_journeys_that_shift_stage_bundles() -> None:
