@@ -106,7 +106,7 @@ def main() -> None:
         "chunk": options.chunk, "seed": options.seed, "torch": torch.__version__, "python": platform.python_version(),
         "machine": machine, "peer": PEER,
     }  # fmt: skip
-    for compute_type in ComputeType:
+    for compute_type in PLAIN_TORCH:
         got = measure(compute_type, options.workers, options.rounds, options.chunk, options.seed)
         memory = " / ".join(f"{mebibytes:,.0f}" for mebibytes in got.anonymous_mebibytes)
         print(

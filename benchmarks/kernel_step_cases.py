@@ -29,14 +29,17 @@ from gearshift.benchmarks.kernel_cases import (
     randn,
     some_planes,
 )
+from gearshift.proto.ids import KvType
+from gearshift.proto.kv import row_bytes
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.tests.worker import parcel_kernel_checks, quant_kernel_checks, step_kernel_checks
 from gearshift.worker.device_parcels import DeviceParcels
 from gearshift.worker.kernels import quant_ops, step_ops
 from gearshift.worker.kernels.exchange import Exchange
+from gearshift.worker.kernels.kv_rows import quantize_q8_0
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent
 from gearshift.worker.kernels.quant_planes import FORMATS
-from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
+from gearshift.worker.kernels.step_ops import Angles, KvPlace, PartHeads, RopeFacts, SplitBuffers, StepState
 from gearshift.worker.kv import SlotRun
 from gearshift.worker.parcels import Place
 
@@ -60,11 +63,13 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
             yield partial(summed, sizes, batch, on_host)
         yield partial(sent_product, sizes, batch)
         yield partial(gated, sizes, batch)
-        yield partial(rotated, sizes, batch)
-        yield partial(attended, sizes, batch)
+        for quantised_cache in (False, True):
+            yield partial(rotated, sizes, batch, quantised_cache)
+            yield partial(attended, sizes, batch, quantised_cache)
         yield partial(chosen, sizes, batch)
     yield partial(angles, sizes)
     yield partial(joined, sizes)
+    yield partial(gathered_blocks, sizes)
     for put in (False, True):
         yield partial(parcel, sizes, put)
 
@@ -194,17 +199,31 @@ class Cached:
     positions: Tensor
 
 
-def cached(sizes: Sizes, batch: int) -> Cached:
-    blocks = sizes.depth // 64 + 1
-    arena_bytes = batch * blocks * 2 * sizes.kv_heads * 64 * sizes.width * 2
-    arenas = [halves(batch * blocks, 2, sizes.kv_heads, 64, sizes.width) for _ in range(min(8, copies_of(arena_bytes)))]
+def cached(sizes: Sizes, batch: int, quantised_cache: bool) -> Cached:
+    blocks, shape = sizes.depth // 64 + 1, (2, sizes.kv_heads, 64, sizes.width)
+    copies = min(8, copies_of(cached_bytes(sizes, batch * blocks * 64, quantised_cache)))
+    arenas = [halves(batch * blocks, *shape) for _ in range(copies)]
     table = torch.randperm(batch * blocks, device=DEVICE).view(batch, blocks)
     positions = torch.full((batch,), sizes.depth - 1, dtype=torch.int32, device=DEVICE)
-    return Cached([KvPlace(arena[:, 0], arena[:, 1]) for arena in arenas], table, positions)
+    if quantised_cache:
+        arenas = [quantize_q8_0(arena) for arena in arenas]
+    return Cached([KvPlace.of(arena[:, 0], arena[:, 1]) for arena in arenas], table, positions)
 
 
-def rotated(sizes: Sizes, batch: int) -> Case:
-    rope, found = a_rope(sizes), cached(sizes, batch)
+def cached_bytes(sizes: Sizes, tokens: int, quantised_cache: bool) -> int:
+    """Of so many tokens' keys and values."""
+    kv_type = KvType.Q8_0 if quantised_cache else KvType.F16
+    return tokens * 2 * sizes.kv_heads * row_bytes(kv_type, sizes.width)
+
+
+def checked_attention(kind: RopeKind, batch: int, quantised_cache: bool, *names: str) -> Check:
+    blocks = quantised_cache, quantised_cache
+    heads = PartHeads(8, 2, 4)
+    return of_step(partial(step_kernel_checks.check_attention, kind, batch, heads, 0, False, blocks=blocks), *names)
+
+
+def rotated(sizes: Sizes, batch: int, quantised_cache: bool) -> Case:
+    rope, found = a_rope(sizes), cached(sizes, batch, quantised_cache)
     heads = sizes.query_heads + 2 * sizes.kv_heads
     projected = randn(batch, heads * sizes.width)
     query = torch.empty(batch, sizes.query_heads, sizes.width, dtype=HALF, device=DEVICE)
@@ -214,32 +233,30 @@ def rotated(sizes: Sizes, batch: int) -> Case:
         step_ops.rotate_into_cache, projected, None, None, turned, EPSILON, found.positions, found.table,
         found.table.stride(0), query, found.places[0], sizes.query_heads, sizes.kv_heads,
     )  # fmt: skip
-    check = of_step(
-        partial(step_kernel_checks.check_attention, RopeKind.INTERLEAVED, batch, 4, 0, False), "attention: query",
-        "attention: stored",
-    )  # fmt: skip
-    moved = projected.nbytes + projected.nbytes // 2
-    return Case("rotate_and_store", f"{batch} x {heads} heads of {sizes.width}", moved, [launch], check)
+    check = checked_attention(
+        RopeKind.INTERLEAVED, batch, quantised_cache, "attention: query", "attention: stored", "attention: cache"
+    )
+    moved = projected.nbytes + query.nbytes + cached_bytes(sizes, batch, quantised_cache)
+    shape = f"{batch} x {heads} heads of {sizes.width}{', to q8_0' * quantised_cache}"
+    return Case("rotate_and_store", shape, moved, [launch], check)
 
 
-def attended(sizes: Sizes, batch: int) -> Case:
+def attended(sizes: Sizes, batch: int, quantised_cache: bool) -> Case:
     """Attention of a step over splits of the cache, and their joining."""
-    found = cached(sizes, batch)
+    found = cached(sizes, batch, quantised_cache)
     query, scale = halves(batch, sizes.query_heads, sizes.width), sizes.width**-0.5
     splits = 32 if TIMED else 4
     buffers = SplitBuffers.of(batch, sizes.query_heads, splits, sizes.width, DEVICE)
     out = QuantizedRows.empty(batch, sizes.query_heads * sizes.width, DEVICE)
+    heads = PartHeads(sizes.query_heads, sizes.kv_heads, sizes.query_heads // sizes.kv_heads)
     launches: list[Launch] = [
-        partial(
-            step_ops.attend_cached, query, place, found.table, found.positions, scale, 0, sizes.kv_heads, buffers, out
-        )
+        partial(step_ops.attend_cached, query, place, found.table, found.positions, scale, 0, heads, buffers, out)
         for place in found.places
     ]
-    moved = batch * sizes.depth * 2 * sizes.kv_heads * sizes.width * 2
-    check = of_step(
-        partial(step_kernel_checks.check_attention, RopeKind.HALVES, batch, 4, 0, False), "attention: result"
-    )
-    shape = f"{batch} x {sizes.query_heads} heads behind {sizes.depth} tokens"
+    names = "attention: splits", "attention: result", "attention: sums", "attention: nothing"
+    check = checked_attention(RopeKind.HALVES, batch, quantised_cache, *names)
+    shape = f"{batch} x {sizes.query_heads} heads behind {sizes.depth} tokens{' in q8_0' * quantised_cache}"
+    moved = cached_bytes(sizes, batch * sizes.depth, quantised_cache)
     return Case("attend_split and attend_merge", shape, moved, launches, check)
 
 
@@ -279,6 +296,22 @@ def joined(sizes: Sizes) -> Case:
 
     moved = 3 * out.nbytes + 2 * sums[0].nbytes
     return Case("merge_two", " x ".join(map(str, shape)), moved, [launch], check)
+
+
+def gathered_blocks(sizes: Sizes) -> Case:
+    """Keys in q8_0 of one request, dequantised for a chunk's attention."""
+    blocks = max(1, sizes.depth // 64)
+    rows = quantize_q8_0(halves(blocks, sizes.kv_heads, 64, sizes.width))
+    slots = torch.randperm(blocks, device=DEVICE)
+
+    def launch() -> None:
+        step_ops.gather_blocks(rows, slots, HALF)
+
+    def check() -> dict[str, float]:
+        return {name: 2 * wrong for name, wrong in step_kernel_checks.check_gather(3, sizes.width).items()}
+
+    moved = rows.nbytes + blocks * 64 * sizes.kv_heads * sizes.width * 2
+    return Case("gather_q8_0", f"{blocks} blocks of {sizes.kv_heads} x {sizes.width}", moved, [launch], check)
 
 
 def parcel(sizes: Sizes, put: bool) -> Case:

@@ -56,7 +56,7 @@ class OneRank:
         kv.arena.view(torch.bfloat16).normal_()
         stages = [self.placement.stage_of(layer) for layer in range(len(self.spec.layers))]
         self.decoder = DeviceDecoder(
-            self.spec, weights, kv, stages, torch.bfloat16, self.device, lambda x: x, lambda x: None, form,
+            self.spec, weights, kv, stages, torch.bfloat16, self.device, lambda x: x, lambda x: None,
             loader.embedding(),
         )
         self.decoder.chunks = ChunkPass(self.decoder, self.placement, rank, 4096, context_tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, isnan, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,9 @@ def measure_perplexity(
                     raise RequestFailedError(f"a window failed: {event.result.error}")
                 if on_window is not None:
                     on_window(done, count, exp(sum(losses) / len(losses)))
+    if any(map(isnan, losses)):
+        room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
+        raise RequestFailedError(f"the logits are not numbers to score by{room}")
     expected = count * (window_tokens - window_tokens // 2 - 1)
     if len(losses) != expected:
         raise RequestFailedError(f"{len(losses)} of {expected} scores came back")

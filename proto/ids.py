@@ -18,7 +18,15 @@ class ComputeType(StrEnum):
     """The type matrices are multiplied in; residuals and norms are always f32."""
 
     F32 = "f32"
+    F16 = "f16"
     BF16 = "bf16"
+
+    @property
+    def room(self) -> str:
+        """What to add where numbers were no numbers any more: "" but for f16."""
+        if self is not ComputeType.F16:
+            return ""
+        return "; f16 ends at 65,504: --compute-type f32 has room for more, as has bf16 on cards that have it"
 
 
 class KvType(StrEnum):

@@ -2,8 +2,16 @@
 
 from msgspec import Struct
 
-OLDEST_CAPABILITY = (8, 0)  # of a card that computes as the file asks: bf16 products and dp4a
+from .ids import ComputeType
+
+OLDEST_CAPABILITY = (7, 5)  # of a card that computes in the file's types: matrix units for int8, and a CUDA 13 for it
 NEEDS_CAPABILITY = f"needs compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or more"
+BF16_CAPABILITY = (8, 0)  # below there are no bf16 products: such cards compute in f16
+
+
+def usual_compute_type(capability: tuple[int, int]) -> ComputeType:
+    """Of a card where none is asked for."""
+    return ComputeType.F16 if capability < BF16_CAPABILITY else ComputeType.BF16
 
 
 class ProbedDevice(Struct, frozen=True):

@@ -32,6 +32,7 @@ class Hello(Report, frozen=True):
     free_bytes: int = 0  # of the device's memory, before this process took any of a card's; 0: not known
     display: bool = False  # the card drives a display
     pace: str = ""  # what its speed depends on beside the device: ranks alike in both are taken to be equally fast
+    compute_type: ComputeType | None = None  # of a card where none is asked for; the oldest card of a group decides
 
 
 class Heartbeat(Report, frozen=True):

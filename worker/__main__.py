@@ -22,8 +22,9 @@ from ..proto.channel import WorkerChannel
 from ..proto.codec import PROTOCOL_VERSION
 from ..proto.commands import Redirect, Refuse, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerLostError
-from ..proto.ids import Rank
+from ..proto.ids import ComputeType, Rank
 from ..proto.keys import KeyPair, read_keys
+from ..proto.probe import usual_compute_type
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
 from .devices import cards_asked_for, find_device, number_devices_by_bus
@@ -62,6 +63,7 @@ class Device:
     free_bytes: int = 0
     display: bool = False
     pace: str = ""
+    compute_type: ComputeType | None = None
 
 
 FindDevice: TypeAlias = Callable[[str, WorkerPlace], Device]
@@ -172,6 +174,7 @@ def _hello(place: WorkerPlace, group: str, device: Device, host_name: str) -> He
         free_bytes=device.free_bytes,
         display=device.display,
         pace=device.pace,
+        compute_type=device.compute_type,
     )
 
 
@@ -218,8 +221,13 @@ def _find_device(wanted: str, place: WorkerPlace) -> Device:
         import torch  # late: see the module's docstring
 
         found = find_device(wanted, place.local_rank, place.local_world_size, cards)
+        usual = None
+        if found.name != "cpu":
+            usual = usual_compute_type(torch.cuda.get_device_capability(found.name))
     pace = _pace(found.name, place.rank)
-    return Device(found.name, found.description, str(torch.__version__), found.free_bytes, found.display, pace)
+    return Device(
+        found.name, found.description, str(torch.__version__), found.free_bytes, found.display, pace, usual
+    )
 
 
 def _pace(device_name: str, rank: Rank) -> str:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..proto.kv import KvFormat
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from .kernels.exchange import Exchange
@@ -34,14 +33,14 @@ class DeviceParts:
 
 def device_parts(
     spec: ModelSpec, placement: Placement, rank: int, loader: WeightLoader, weights: Weights, kv: KvStore,
-    kv_format: KvFormat, stage_of_layer: Sequence[int], dtype: torch.dtype, device: torch.device, links: Links,
-    context_tokens: int, max_chunk_tokens: int,
+    stage_of_layer: Sequence[int], dtype: torch.dtype, device: torch.device, links: Links, context_tokens: int,
+    max_chunk_tokens: int,
 ) -> DeviceParts:
     """Collective: all ranks build theirs together."""
     embedding = loader.embedding()
     decoder = DeviceDecoder(
         spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, links.tensor.sum_in_place,
-        kv_format, embedding,
+        embedding,
     )
     return_unused(device)  # what sorting the file's bytes took
     able = decoder.fused, can_step(spec, decoder), can_step_in_layers(spec, decoder, placement.stages[rank])

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.commands import Batch, BatchEntry, Chunk
-from ..proto.ids import Layout, Rank, RequestId
+from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from ..proto.reports import LogitRows, SampledToken, Scores, Span, SpanKind
@@ -67,16 +67,17 @@ class Engine:
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: Rank, files: MappedModel, decoder: Decoder, links: Links,
         requests: OpenRequests, sampler: Sampler | None, device: torch.device, steps: Steps | None = None,
-        embed: Embed | None = None, layer_steps: Steps | None = None,
+        embed: Embed | None = None, layer_steps: Steps | None = None, compute_type: ComputeType = ComputeType.F32,
     ) -> None:
         """`steps`, `layer_steps`: a device's own ways to run decode steps under tensor parallelism and stage by stage.
 
-        `embed`: its own way to look tokens up.
+        `embed`: its own way to look tokens up. `compute_type`: told where logits are no numbers.
         """
         self._spec, self._placement, self._rank = spec, placement, rank
         self._files, self._decoder, self._links = files, decoder, links
         self._requests, self._sampler, self._device = requests, sampler, device
         self._steps, self._layer_steps, self._embed_on_device = steps, layer_steps, embed
+        self._compute_type = compute_type
         self._last = placement.ranks - 1
         self._vocab_widths = [len(rows) for rows in placement.vocab]
 
@@ -191,7 +192,7 @@ class Engine:
             for state, token, logprob in zip(states, ids, logprobs, strict=True):
                 state.last_token = token if math.isfinite(logprob) else 0
                 if self._sampler is not None:
-                    output.tokens.append(_device_token(state, logprob))
+                    output.tokens.append(_device_token(state, logprob, self._compute_type))
         now = time.monotonic()
         for state in states:
             state.sampled_at_seconds = now
@@ -307,10 +308,11 @@ def _chosen_inside(batch: Batch, states: list[RequestState]) -> bool:
     return not batch.logits and all(state.greedy for state in states) and not any(e.forced for e in batch.entries)
 
 
-def _device_token(state: RequestState, logprob: float) -> SampledToken:
+def _device_token(state: RequestState, logprob: float, compute_type: ComputeType) -> SampledToken:
     if math.isfinite(logprob):
         return SampledToken(state.request, state.last_token, logprob)
-    return SampledToken(state.request, 0, 0.0, error="the logits are not numbers to choose by")
+    told = f"the logits are not numbers to choose by{compute_type.room}"
+    return SampledToken(state.request, 0, 0.0, error=told)
 
 
 def _input_token(entry: BatchEntry, state: RequestState, step: int) -> int:

@@ -115,13 +115,13 @@ class KvStore:
     def read(self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions [first, length) for attention: ([H, n, K], [H, n, V])."""
         region = self._regions[bundle, layer]
-        key_HLK = self._gather(self._format.key, region.keys, run, first, length)
-        return key_HLK, self._gather(self._format.value, region.values, run, first, length)
+        return self.gather(region.keys, run, first, length), self.gather(region.values, run, first, length)
 
-    def _gather(self, kv_type: KvType, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
+    def gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
+        """The same of a region's keys or values alone."""
         skipped = first // BLOCK_TOKENS
         blocks = run.blocks(rows, block_count(length))[skipped:].transpose(0, 1)
-        if kv_type is KvType.Q8_0:
+        if rows.dtype is _DTYPES[KvType.Q8_0]:
             blocks = dequantize_q8_0(blocks, self._dtype)
         # One pass that gathers, joins the blocks and converts.
         joined = torch.empty(blocks.shape, dtype=self._dtype, device=blocks.device).copy_(blocks).flatten(1, 2)

@@ -12,6 +12,7 @@ from ..proto.ids import ComputeType, KvType, Layout, Rank
 from ..proto.kv import KvFormat
 from ..proto.placement import bundles, memory
 from ..proto.placement.migration import migration, peak_bytes
+from ..proto.probe import usual_compute_type
 from ..proto.reports import LoadProgress, ModelLoaded
 from .costs import CostMeter, faster_compute_type
 from .device_check import check_device
@@ -35,7 +36,7 @@ from .weights.plane_store import PlaneStore
 
 PROGRESS_SECONDS = 0.2  # between two load reports
 COPIES_SHARE = 0.5  # of the host's free memory: what pinned copies of migrating parts may take, of all ranks together
-DTYPES = {ComputeType.F32: torch.float32, ComputeType.BF16: torch.bfloat16}
+DTYPES = {ComputeType.F32: torch.float32, ComputeType.F16: torch.float16, ComputeType.BF16: torch.bfloat16}
 
 
 def load_model(
@@ -45,12 +46,14 @@ def load_model(
     started = time.monotonic()
     spec, placement = command.spec, command.placement
     compute_type = _compute_type(command, rank, links, device)
-    if device.type == "cuda" and compute_type is ComputeType.BF16:
-        check_device(device)
+    holding = memory.holding_on(device.type, compute_type)
+    if holding is memory.Holding.PLANES:
+        check_device(device, compute_type)
     dtype = DTYPES[compute_type]
+    # The library may else add a product's pieces in f16, which ends at 65,504.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     kv_format = command.kv_format or KvFormat(KvType(compute_type), KvType(compute_type))
     ledger = MemoryLedger()
-    holding = memory.holding_on(device.type, compute_type)
     weight_bytes = peak_bytes(spec, placement, rank, holding)
     host_room = int(COPIES_SHARE * free_memory_bytes() / placement.ranks)  # all ranks may be on this host
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
@@ -65,7 +68,7 @@ def load_model(
     if loader.quantised is not None and placement.migrating:
         make = loader.quantised.of_pieces
         store = PlaneStore(
-            spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device, host_room
+            spec, placement, rank, loader, weights, ways[Layout.TENSOR], make, ledger, device, host_room, dtype
         )
     # On CPU attention's scores are f32 in any case: keys and values are gathered as f32 at once.
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
@@ -73,11 +76,11 @@ def load_model(
     requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
     stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
     steps, layer_steps, embed = None, None, None
-    if device.type == "cuda" and dtype is torch.bfloat16:
+    if holding is memory.Holding.PLANES:
         from .device_model import device_parts  # late: its kernels need a GPU's compiler
 
         parts = device_parts(
-            spec, placement, rank, loader, weights, kv, kv_format, stage_of_layer, dtype, device, links,
+            spec, placement, rank, loader, weights, kv, stage_of_layer, dtype, device, links,
             command.context_tokens, command.max_chunk_tokens,
         )  # fmt: skip
         decoder: Decoder = parts.decoder
@@ -88,7 +91,7 @@ def load_model(
         )
     else:
         decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
-    sampler = Sampler(spec.vocab) if rank == placement.ranks - 1 else None
+    sampler = Sampler(spec.vocab, compute_type=compute_type) if rank == placement.ranks - 1 else None
     channel.send(
         ModelLoaded(
             rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],
@@ -98,7 +101,8 @@ def load_model(
     return LoadedModel(
         load=command, rank=rank, files=files, kv=kv, decoder=decoder,
         engine=Engine(
-            spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed, layer_steps
+            spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed, layer_steps,
+            compute_type,
         ),
         shifter=Shifter(placement, rank, kv, links, requests, faults),
         moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device), Lane(device)),
@@ -109,11 +113,13 @@ def load_model(
 
 
 def _compute_type(command: LoadModel, rank: Rank, links: Links, device: torch.device) -> ComputeType:
-    """The type asked for, else bf16 on a GPU, else what rank 0 finds faster: all ranks take the same."""
+    """The type asked for; else bf16 on GPUs that all have it, or f16; else what rank 0 finds faster, on all ranks."""
     if command.compute_type is not None:
         return command.compute_type
     if device.type == "cuda":
-        return ComputeType.BF16
+        usual = usual_compute_type(torch.cuda.get_device_capability(device))
+        older = torch.tensor([float(usual is ComputeType.F16)], device=device)
+        return ComputeType.F16 if links.tensor.all_reduce(older).item() else ComputeType.BF16
     kinds = list(ComputeType)
     choice = 0
     if rank == 0:

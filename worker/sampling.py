@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..proto.errors import ProtocolError
-from ..proto.ids import RequestId
+from ..proto.ids import ComputeType, RequestId
 from ..proto.reports import SampledToken
 from ..proto.sampling import SamplingParameters
 
@@ -208,9 +208,14 @@ class RequestSampler:
 class Sampler:
     """All requests' samplers, on the rank that samples."""
 
-    def __init__(self, vocab: int, tokens_masked: Sequence[int] | range = ()) -> None:
-        """`vocab`: how many logits a row has. `tokens_masked`: ids among them that stand for no token."""
-        self._vocab = vocab
+    def __init__(
+        self, vocab: int, tokens_masked: Sequence[int] | range = (), compute_type: ComputeType = ComputeType.F32
+    ) -> None:
+        """`vocab`: how many logits a row has. `tokens_masked`: ids among them that stand for no token.
+
+        `compute_type`: what logits come from, told where they are no numbers.
+        """
+        self._vocab, self._compute_type = vocab, compute_type
         self._masked = torch.tensor(list(tokens_masked), dtype=torch.int64)
         self._requests: dict[RequestId, RequestSampler] = {}
 
@@ -244,9 +249,8 @@ class Sampler:
         brought = sampler.bring(logits_V)
         greatest = float(logits_V.max()) if brought is None else brought.greatest  # NaN if any is
         if not isfinite(greatest):
-            return SampledToken(
-                request, 0, 0.0, error=f"the logits are not numbers to choose by: greatest is {greatest}"
-            )
+            told = f"the logits are not numbers to choose by: greatest is {greatest}{self._compute_type.room}"
+            return SampledToken(request, 0, 0.0, error=told)
         if brought is not None:
             token, logit = sampler.choose_brought(brought)
             sampler.accept(token)

@@ -72,6 +72,7 @@ class FitCase:
     parallel_requests: int = 1
     batch: int = USUAL_BATCH
     in_place: bool = False  # keys and values are held for one layout: at a shift they change places
+    wide_sums: bool = False  # as `WorkingCase` has it
 
     def memory(self, context_tokens: int) -> tuple[RankMemory, ...]:
         """Every rank's bytes with room for `parallel_requests` requests of this context."""
@@ -89,8 +90,9 @@ class FitCase:
     def _rank_memory(self, rank: int, context_tokens: int) -> RankMemory:
         weights = self._weights[rank]
         shape = WorkingCase(
-            self.holding, self.kv_format, self.journeys, context_tokens, self.max_chunk_tokens, self.batch
-        )
+            self.holding, self.kv_format, self.journeys, context_tokens, self.max_chunk_tokens, self.batch,
+            self.wide_sums,
+        )  # fmt: skip
         return RankMemory(
             weight_bytes=weights.held_bytes,
             kv_bytes=self.kv_slots(context_tokens)[rank] * self._slot_bytes[rank],

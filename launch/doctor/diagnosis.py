@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...proto.device_table import CardRow
-from ...proto.probe import NEEDS_CAPABILITY, OLDEST_CAPABILITY, PeerTest, ProbedDevice, ProbeReport
+from ...proto.probe import (
+    BF16_CAPABILITY,
+    NEEDS_CAPABILITY,
+    OLDEST_CAPABILITY,
+    PeerTest,
+    ProbedDevice,
+    ProbeReport,
+)
 from .host_facts import Failure, HostFacts
 
 GIBIBYTE = 2**30
@@ -116,6 +123,8 @@ def _device(device: ProbedDevice, cards: Sequence[CardRow]) -> Check:
     found = f"{device.name} at {pci}, compute capability {capability}, {sizes}{_link(card)}"
     if device.capability < OLDEST_CAPABILITY:
         return Check(name, Verdict.PROBLEM, found, f"{NEEDS_CAPABILITY}; leave this card out")
+    if device.capability < BF16_CAPABILITY:
+        return Check(name, Verdict.NOTE, found, "computes in f16, as does a group with it; never run on such a card")
     if device.free_bytes < device.total_bytes // 2:
         return Check(name, Verdict.NOTE, found, "other programs hold more than half of its memory")
     if card is not None and _is_narrow(card):

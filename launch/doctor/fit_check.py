@@ -9,7 +9,8 @@ from ...coordinator.fit.memory import FitCase, Pool, largest_context
 from ...proto.errors import DoesNotFitError
 from ...proto.ids import ComputeType
 from ...proto.model import ModelSpec
-from ...proto.probe import ProbedDevice
+from ...proto.placement.memory import Holding
+from ...proto.probe import ProbedDevice, usual_compute_type
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
 from .card_process import card_process_bytes, told_card_process
@@ -46,7 +47,9 @@ def fit_check(
     if on_cards:
         taken = devices[: settings.workers]
         cards = [_card(device, displays, settings.workers) for device in taken]
-        check = _check(plan, "cuda", settings.compute_type or ComputeType.BF16, cards, wish)
+        types = {usual_compute_type(device.capability) for device in taken}
+        kind = settings.compute_type or (ComputeType.F16 if ComputeType.F16 in types else ComputeType.BF16)
+        check = _check(plan, "cuda", kind, cards, wish)
         assumed = dict.fromkeys(told_card_process(device.total_bytes, settings.workers) for device in taken)
         return replace(check, found="; ".join((check.found, *assumed)))
     host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
@@ -82,7 +85,7 @@ def _check(
     found = pools(devices, memory_wish(settings))
     most = largest_context(case, found, spec.trained_context)
     fits = wanted <= most or (wanted > spec.trained_context and largest_context(case, found, wanted) == wanted)
-    how = "in the file's types" if device_kind == "cuda" and compute_type is ComputeType.BF16 else f"in {compute_type}"
+    how = "in the file's types" if case.holding is Holding.PLANES else f"in {compute_type}"
     told = _told(case, found, wanted, how, most)
     if fits:
         return Check(NAME, Verdict.OK, f"{spec.name} fits {told}")

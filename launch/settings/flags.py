@@ -137,8 +137,8 @@ ComputeTypeFlag = Annotated[
     str | None,
     typer.Option(
         "--compute-type",
-        metavar="auto|f32|bf16",
-        help="Type that matrices are multiplied in; auto measures.",
+        metavar="auto|f32|f16|bf16",
+        help="Type that matrices are multiplied in. auto: on CPU f32 or bf16, measured; cards: bf16, older ones f16.",
         rich_help_panel=GROUP,
     ),
 ]

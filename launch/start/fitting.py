@@ -15,6 +15,7 @@ from ...proto.model import ModelSpec
 from ...proto.placement.cuts import place
 from ...proto.placement.memory import holding_on
 from ...proto.placement.plan import Placement
+from ...proto.reports import Hello
 from ..settings.options import GroupSettings, LayoutSettings
 
 
@@ -73,12 +74,20 @@ class GroupPlan:
             journeys=journeys(settings.workers, layouts.prefill, layouts.decode),
             max_chunk_tokens=settings.max_chunk_tokens or 0,
             parallel_requests=self.parallel_requests,
+            wide_sums=device_kind == "cuda" and compute_type is ComputeType.F16,
         )
 
 
 def names_no_shares(settings: GroupSettings) -> bool:
     """Whether it is left to the program how much of the model each worker has."""
     return settings.layer_split is None and settings.layer_shares is None and settings.tensor_shares is None
+
+
+def settle_compute_type(settings: GroupSettings, hellos: Sequence[Hello]) -> GroupSettings:
+    """Where none is asked for, f16 if one of the workers' cards has no bf16: all compute in the same type."""
+    if settings.compute_type is None and any(hello.compute_type is ComputeType.F16 for hello in hellos):
+        return replace(settings, compute_type=ComputeType.F16)
+    return settings
 
 
 def memory_wish(settings: GroupSettings) -> MemoryWish:

@@ -33,7 +33,7 @@ from ..processes.restarts import RestartingGroup, StartGroup
 from ..settings.options import GroupSettings, LayoutSettings
 from ..trace_file import trace_file
 from .cost_cache import settle_costs
-from .fitting import GroupPlan, fit_group, names_no_shares
+from .fitting import GroupPlan, fit_group, names_no_shares, settle_compute_type
 from .models import open_files
 from .peers import ProvenPeers
 from .sharing import settle_shares, told_differences
@@ -134,6 +134,9 @@ def open_session(
         if gather is None and device_kind == "cpu" and settings.workers > (cores := len(os.sched_getaffinity(0))):
             warn(f"{settings.workers} workers share {cores} core{'s' if cores > 1 else ''}: slow, and slow to measure")
         settings = replace(settings, link_options=local.options)  # what is measured belongs to these
+        if (settled := settle_compute_type(settings, cluster.hellos)) != settings:
+            note("compute type: f16, as a card before compute capability 8.0 has no bf16")
+            settings = settled
         settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
         plan = replace(plan, settings=settings)
         placement = plan.placement()

@@ -25,14 +25,14 @@ class Holding(StrEnum):
     """How a worker holds its matrices. Vectors are f32 in any case."""
 
     F32 = "f32"  # dequantised, owned columns
-    BF16 = "bf16"
-    PLANES = "planes"  # on a GPU: the file's quantisation in planes, whole blocks; bf16 for types without planes
+    BF16 = "bf16"  # two bytes a value: f16 too
+    PLANES = "planes"  # on a GPU: the file's quantisation in planes, whole blocks; bf16 or f16 for types without planes
     FILE = "file"  # the file's own bytes, whole blocks: for plans of other engines, and to show
 
 
 def holding_on(device_kind: str, compute_type: ComputeType) -> Holding:
     """How a worker on "cpu" or "cuda" holds a model in this compute type (worker/weights/load.py)."""
-    if device_kind == "cuda" and compute_type is ComputeType.BF16:
+    if device_kind == "cuda" and compute_type is not ComputeType.F32:
         return Holding.PLANES
     return Holding.F32 if compute_type is ComputeType.F32 else Holding.BF16
 

@@ -66,6 +66,12 @@ class WorkingCase(Struct, frozen=True):
     context_tokens: int
     max_chunk_tokens: int
     batch: int = 1  # requests in one decode step
+    wide_sums: bool = False  # on a GPU in f16: sums of products are f32 (worker/kernels/half.py)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a chunk's sums of products on a GPU."""
+        return 4 if self.wide_sums else 2
 
     @property
     def on_gpu(self) -> bool:
@@ -112,7 +118,7 @@ def _pass_bytes(
     spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase, layout: Layout, rows: int
 ) -> int:
     """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
-    fused = case.on_gpu and _fused(spec, case.kv_format)  # once: it looks at every layer
+    fused = case.on_gpu and _fused(spec)  # once: it looks at every layer
     if fused and rows > FUSED_ROWS:
         return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
     widest = 0
@@ -120,15 +126,16 @@ def _pass_bytes(
         facts = spec.layers[layer]
         if fused:
             attention = _fused_attention_bytes(facts, parts, rows, case, spec.hidden)
-            forward = _gpu_forward_bytes(parts, rows, spec.hidden)
+            forward = _gpu_forward_bytes(parts, rows, spec.hidden, case)
         elif case.on_gpu:
             attention = max(_plain_gpu_attention_bytes(facts, part, rows, case) for part in parts)
-            forward = max(_gpu_forward_bytes((part,), rows, spec.hidden) for part in parts)
+            forward = max(_gpu_forward_bytes((part,), rows, spec.hidden, case) for part in parts)
         else:
             attention = max(_cpu_attention_bytes(facts, part, rows, case) for part in parts)
             forward = max(3 * case.element_bytes * rows * len(part.feed_forward) for part in parts)
         widest = max(widest, attention, forward)
-    row_bytes_through = 2 * 4 + case.element_bytes + 2 * (2 if case.on_gpu else 4)  # hidden twice, its norm, two sums
+    # Hidden rows twice, their norms, two sums.
+    row_bytes_through = 2 * 4 + case.element_bytes + 2 * (case.sum_bytes if case.on_gpu else 4)
     return rows * spec.hidden * row_bytes_through + widest
 
 
@@ -178,14 +185,14 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     buckets = -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
     graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
     columns = chunk_scratch_columns(spec, placement, rank)
-    return rows * (spec.hidden * 8 + 2 * columns + buckets * angles + 4) + tables + graphs
+    hidden = spec.hidden * (4 + 2 + case.sum_bytes)  # the rows, their norms, a share of their sums
+    return rows * (hidden + 2 * columns + buckets * angles + 4) + tables + graphs
 
 
-def _fused(spec: ModelSpec, kv_format: KvFormat) -> bool:
-    """Whether the kernels of a GPU cover this model and cache (worker/model/device_decoder.py `fits_kernels`)."""
+def _fused(spec: ModelSpec) -> bool:
+    """Whether the kernels of a GPU cover this model (worker/model/device_decoder.py `fits_kernels`)."""
     widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
-    even = all(key == value and key in FUSED_WIDTHS for key, value in widths)
-    return even and kv_format.key == kv_format.value and kv_format.key is not KvType.Q8_0
+    return all(key == value and key in FUSED_WIDTHS for key, value in widths)
 
 
 def _fused_attention_bytes(
@@ -194,12 +201,12 @@ def _fused_attention_bytes(
     """Projections, queries and results in bf16 of all parts; one part's keys and values gathered."""
     query = sum(len(part.query) for part in parts)
     kv = sum(len(part.kv) for part in parts)
-    projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * 2
+    projected = rows * (query * facts.key_width + kv * (facts.key_width + facts.value_width)) * case.sum_bytes
     queries_and_results = rows * query * (facts.key_width + 2 * facts.value_width) * 2
     # On the way keys or values are there once more, where slots are scattered.
     widths = facts.key_width + facts.value_width + max(facts.key_width, facts.value_width)
     gathered = _seen_positions(facts, rows, case) * max(len(part.kv) for part in parts) * widths * 2
-    return projected + queries_and_results + gathered + rows * hidden * 2
+    return projected + queries_and_results + gathered + rows * hidden * case.sum_bytes
 
 
 def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
@@ -219,9 +226,10 @@ def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case:
     return rows * (columns * (2 + 4) + 2 * 4 * turned) + gathered + on_their_way + masks + scores + results
 
 
-def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int) -> int:
+def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int, case: WorkingCase) -> int:
+    """Gates and what they are for, what they let by (in f16 once more, before it is), and the result."""
     width = sum(len(part.feed_forward) for part in parts)
-    return rows * (3 * width + hidden) * 2
+    return rows * ((3 * width + hidden) * case.sum_bytes + (2 * width if case.wide_sums else 0))
 
 
 def _cpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
@@ -273,13 +281,13 @@ def _standing_bytes(
         total += LIBRARY_BYTES + FRAGMENTS_BYTES
         if case.chunk_rows > FUSED_ROWS:
             total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
-            if _fused(spec, case.kv_format):
+            if _fused(spec):
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
             total += _step_bytes(spec, placement, rank, case)
         if placement.ranks > 1:
             total += _inbox_bytes(spec, placement)
-            if Layout.LAYER in writes and _fused(spec, case.kv_format):
+            if Layout.LAYER in writes and _fused(spec):
                 total += _layer_step_bytes(spec, placement, rank, case)
     return total
 
@@ -316,7 +324,8 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
     row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4
     sizes = _captured_batches(case)
-    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, query, forward))
+    held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
+    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, held, forward))
     return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
 
 
@@ -339,9 +348,16 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
         shapes = {(len(cut.query), layer.value_width) for cut, layer in facts}
         row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
         row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
-        quantised += [query, forward]
+        quantised += [max(_held_columns(spec, placement, layer, part) for layer in stage), forward]
     activations = sum(_quantised_bytes(size, width) for size in sizes for width in quantised)
     return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
+
+
+def _held_columns(spec: ModelSpec, placement: Placement, layer: int, part: int) -> int:
+    """Of attention's results: the part's, and those beside it that its quant blocks of the last matrix cover."""
+    if spec.layer_tensor(layer, "attn_output.weight") is None:
+        return len(placement.layers[layer].parts[part].query) * spec.layers[layer].value_width
+    return len(layer_slice(spec, placement, layer, "attn_output.weight", part).held)
 
 
 def _quantised_bytes(rows: int, columns: int) -> int:

@@ -5,6 +5,7 @@ On a card, or in Triton's interpreter: there in f16 (it has no bf16 products), a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from gearshift.proto.kv import KvFormat
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.bundles import held_bundles
 from gearshift.proto.placement.plan import Placement
+from gearshift.proto.ranges import LayerRange
 from gearshift.worker.kernels.quant_matrix import EmbeddingTable
 from gearshift.worker.kernels.step_ops import Exchange
 from gearshift.worker.kv import KvStore, SlotRun
@@ -61,23 +63,24 @@ class Stage:
     @classmethod
     def of(
         cls, path: Path, placement: Placement, rank: int, device: torch.device, requests: int = 3,
-        side_by_side: bool = True,
+        side_by_side: bool = True, half: torch.dtype | None = None, kv_type: KvType | None = None,
     ) -> "Stage":  # fmt: skip
+        """`half`: what is computed in; left out it is bf16 on a card."""
         spec, ledger, on_card = build_spec(resolve_model(str(path)), CONTEXT), MemoryLedger(), device.type == "cuda"
-        half = torch.bfloat16 if on_card else torch.float16
-        form = KvFormat(KvType.BF16, KvType.BF16) if on_card else KvFormat(KvType.F16, KvType.F16)
+        half = half or (torch.bfloat16 if on_card else torch.float16)
+        usual = KvType.F16 if half is torch.float16 else KvType.BF16
+        kv_type = kv_type or usual
         files = MappedModel(spec)
-        loader = WeightLoader(spec, placement, rank, files, torch.bfloat16, device, ledger, lambda _: None)
-        loader._device_loader = device_load.DeviceLoader(files, device)
+        loader = WeightLoader(spec, placement, rank, files, half, device, ledger, lambda _: None)
+        loader._device_loader = device_load.DeviceLoader(files, device, half)
         weights = loader.load()
         blocks, bundles = CONTEXT // 64 + 1, list(held_bundles(placement, Rank(rank), Layout.LAYER))
         slots = requests * len(bundles) * blocks
-        kv = KvStore(spec, placement, Rank(rank), form, slots, half, device, ledger)
-        kv.arena.view(half).normal_()
+        kv = KvStore(spec, placement, Rank(rank), KvFormat(kv_type, kv_type), slots, half, device, ledger)
         embedding = loader.embedding() if on_card else _dense_embedding(spec, files)
         stage_of = [placement.stage_of(layer) for layer in range(len(spec.layers))]
         decoder = DeviceDecoder(
-            spec, weights, kv, stage_of, half, device, lambda x: x, lambda x: None, form, embedding
+            spec, weights, kv, stage_of, half, device, lambda x: x, lambda x: None, embedding
         )
         assert can_step_in_layers(spec, decoder, placement.stages[rank])
         exchange = Exchange.alone(device, spec.hidden) if placement.ranks == 1 else None
@@ -88,7 +91,31 @@ class Stage:
         for number in range(requests):
             runs = {b: SlotRun.of(tuple(next(order) for _ in range(blocks)), device) for b in bundles}
             states.append(RequestState(RequestId(number), Layout.LAYER, runs, greedy=True, last_token=number + 7))
+        if kv_type is usual:
+            kv.arena.view(half).normal_()
+        else:
+            _fill(kv, spec, placement.stages[rank], states)
         return cls(spec, placement, rank, decoder, steps, kv, states)
+
+
+def _fill(kv: KvStore, spec: ModelSpec, layers: LayerRange, states: Sequence[RequestState]) -> None:
+    """Random numbers where requests may look; elsewhere no numbers."""
+    kv.arena.fill_(0xFF)
+    for state, layer in product(states, layers):
+        for bundle, run in state.slots.items():
+            shape = CONTEXT, kv.region(bundle, layer).keys.shape[1], spec.layers[layer].key_width
+            kv.append(bundle, layer, run, 0, *(torch.randn(shape, device=kv.arena.device) for _ in range(2)))
+
+
+def cached(stage: Stage) -> torch.Tensor:
+    """All keys and values of its requests, as attention reads them: flat."""
+    rows = [
+        stage.kv.read(bundle, layer, run, 0, CONTEXT)
+        for state in stage.states
+        for bundle, run in state.slots.items()
+        for layer in stage.placement.stages[stage.rank]
+    ]
+    return torch.cat([each.flatten().float() for pair in rows for each in pair])
 
 
 def _dense_embedding(spec: ModelSpec, files: MappedModel) -> EmbeddingTable:

@@ -42,49 +42,56 @@ def test_f32_on_the_device_equals_the_reference(
         assert np.abs(rows - wanted).max() < 1e-3, (prefill, decode)
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bf16_on_the_device_stays_near_the_reference(
+NEAR = [(name, workers, ComputeType.BF16) for name in TINY for workers in (1, 2)]
+NEAR += [(name, 2, ComputeType.F16) for name in ("llama-q4k-mix", "qwen2-bias-tied", "gemma3-swa-mqa")]
+
+
+@pytest.mark.parametrize(("name", "workers", "compute_type"), NEAR)
+def test_sixteen_bits_on_the_device_stay_near_the_reference(
     on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
-    workers: int,
+    workers: int, compute_type: ComputeType,
 ) -> None:  # fmt: skip
     reference = np.load(tiny_reference(name))
     ids = [int(token) for token in reference["ids"]]
-    driver = on_cuda.load(tiny_model(name), workers, compute_type=ComputeType.BF16)
+    driver = on_cuda.load(tiny_model(name), workers, compute_type=compute_type)
     for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
         rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
         assert mean_divergence(reference["logits"], rows) < 1e-2, (prefill, decode)
 
 
 SMALL = [("small", "Q4_K"), ("small", "Q8_0"), ("small", "Q5_1"), ("small-qwen3", "Q5_K")]
+SMALL_CASES = [(*one, workers, ComputeType.BF16) for one in SMALL for workers in (1, 2)]
+SMALL_CASES += [("small", "Q4_K", 2, ComputeType.F16), ("small-qwen3", "Q5_K", 1, ComputeType.F16)]
 
 
-@pytest.mark.parametrize(("shape", "quant"), SMALL)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("shape", "quant", "workers", "compute_type"), SMALL_CASES)
 def test_quantised_parts_give_the_cpus_logits(
     on_cuda: RunningGroups, on_cpu: RunningGroups, small_models: Callable[[str, str], Path], shape: str, quant: str,
-    workers: int,
+    workers: int, compute_type: ComputeType,
 ) -> None:  # fmt: skip
     path = small_models(shape, quant)
     ids = [int(token) for token in np.random.default_rng(5).integers(300, 2000, 150)]
     wanted, _ = collect_logits(on_cpu.load(path, 1), ids, 130)
-    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16)
+    driver = on_cuda.load(path, workers, compute_type=compute_type)
     for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
         rows, _ = collect_logits(driver, ids, 130, prefill, decode, Fixed((64,)))
         found = mean_divergence(wanted, rows)
-        print(shape, quant, workers, prefill, decode, "KL", found)
+        print(shape, quant, workers, compute_type, prefill, decode, "KL", found)
         assert found < 5e-3, (prefill, decode)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "compute_type"), [(1, ComputeType.BF16), (2, ComputeType.BF16), (2, ComputeType.F16)]
+)
 def test_chunks_in_graphs_give_the_cpus_logits(
-    on_cuda: RunningGroups, on_cpu: RunningGroups, small_models: Callable[[str, str], Path], workers: int
-) -> None:
+    on_cuda: RunningGroups, on_cpu: RunningGroups, small_models: Callable[[str, str], Path], workers: int,
+    compute_type: ComputeType,
+) -> None:  # fmt: skip
     """Launched one by one, captured, and replayed twice; the last chunks far behind the first, the last one short."""
     path = small_models("small", "Q4_K")
     settings = {"context_tokens": 2048, "max_chunk_tokens": 512}
     cpu = on_cpu.load(path, 1, **settings)
-    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16, **settings)
+    driver = on_cuda.load(path, workers, compute_type=compute_type, **settings)
     for prompt in range(2):
         ids = [int(token) for token in np.random.default_rng(prompt).integers(300, 2000, 1370)]
         wanted, _ = collect_logits(cpu, ids, 1366)
@@ -109,14 +116,14 @@ def greedy(
     ]
 
 
-@pytest.mark.parametrize(("shape", "quant"), SMALL)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("shape", "quant", "workers", "compute_type"), SMALL_CASES)
 def test_greedy_steps_in_graphs_choose_what_the_logits_say(
-    on_cuda: RunningGroups, small_models: Callable[[str, str], Path], shape: str, quant: str, workers: int
-) -> None:
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path], shape: str, quant: str, workers: int,
+    compute_type: ComputeType,
+) -> None:  # fmt: skip
     path = small_models(shape, quant)
     prompt = [int(token) for token in np.random.default_rng(6).integers(300, 2000, 100)]
-    driver = on_cuda.load(path, workers, compute_type=ComputeType.BF16)
+    driver = on_cuda.load(path, workers, compute_type=compute_type)
     decode = Layout.TENSOR if workers > 1 else Layout.LAYER
     first = greedy(driver, prompt, 40, Layout.LAYER, decode)
     assert all(greedy(driver, prompt, 40, Layout.LAYER, decode) == first for _ in range(5))

@@ -14,7 +14,7 @@ from gearshift.coordinator.evaluation import collect_logits, measure_perplexity
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.tokenizer import build_tokenizer
-from gearshift.proto.ids import ComputeType, Layout
+from gearshift.proto.ids import ComputeType, KvType, Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import GREEDY, answer, first_difference, ids_of, lead
 from gearshift.tests.helpers.divergence import mean_divergence
@@ -52,16 +52,21 @@ def test_tiny_models_at_five_to_three_stay_at_the_reference(
             assert mean_divergence(reference["logits"], rows) < 1e-2, (prefill, decode)
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), SHARES])
+@pytest.mark.parametrize(
+    ("shares", "kv_type"), [((1.0, 1.0), None), (SHARES, None), (SHARES, KvType.Q8_0), ((9.0, 7.0), KvType.Q8_0)]
+)
 @pytest.mark.parametrize(("shape", "quant"), [("small", "Q4_K"), ("small-qwen2", "Q5_K")])
 def test_quantised_parts_of_any_share_give_the_cpus_logits_and_steady_answers(
-    on_cuda: RunningGroups, on_cpu: RunningGroups, tmp_path: Path, shape: str, quant: str, shares: tuple[float, float]
+    on_cuda: RunningGroups, on_cpu: RunningGroups, tmp_path: Path, shape: str, quant: str,
+    shares: tuple[float, float], kv_type: KvType | None,
 ) -> None:  # fmt: skip
     path = tmp_path / "model.gguf"
     write_model(str(path), shape, quant)
     ids = [int(token) for token in np.random.default_rng(5).integers(300, 2000, 150)]
-    wanted, _ = collect_logits(on_cpu.load(path, 1), ids, 130)
-    driver = on_cuda.load(path, 2, compute_type=ComputeType.BF16, layer_shares=shares, tensor_shares=shares)
+    wanted, _ = collect_logits(on_cpu.load(path, 1, kv_type=kv_type), ids, 130)
+    driver = on_cuda.load(
+        path, 2, compute_type=ComputeType.BF16, kv_type=kv_type, layer_shares=shares, tensor_shares=shares
+    )
     for prefill, decode in LAYOUTS:
         rows, _ = collect_logits(driver, ids, 130, prefill, decode, Fixed((64,)))
         assert mean_divergence(wanted, rows) < 5e-3, (prefill, decode)

@@ -45,9 +45,10 @@ def test_types_without_planes_are_held_in_bf16() -> None:
 
 
 def test_a_gpu_holds_planes_in_bf16_alone() -> None:
-    assert holding_on("cuda", ComputeType.BF16) is Holding.PLANES
+    assert [holding_on("cuda", one) for one in (ComputeType.F16, ComputeType.BF16)] == [Holding.PLANES] * 2
     assert holding_on("cuda", ComputeType.F32) is Holding.F32
-    assert [holding_on("cpu", one) for one in (ComputeType.F32, ComputeType.BF16)] == [Holding.F32, Holding.BF16]
+    halves = [holding_on("cpu", one) for one in (ComputeType.F16, ComputeType.BF16)]
+    assert (holding_on("cpu", ComputeType.F32), *halves) == (Holding.F32, Holding.BF16, Holding.BF16)
 
 
 @pytest.mark.parametrize("holding", list(Holding))

@@ -35,6 +35,18 @@ def test_a_chunk_is_never_longer_than_the_context() -> None:
     )
 
 
+def test_in_f16_a_card_has_sums_twice_as_wide() -> None:
+    rows = CASE.chunk_rows
+    plain, wide = (of(replace(CASE, wide_sums=wide)) for wide in (False, True))
+    assert wide.standing - plain.standing == 2 * rows * SPEC.hidden
+    assert (wide.prefill, wide.shift) == (plain.prefill, plain.shift)  # chunks' sums are among what stays
+    # A step that is not captured: the sums of its two halves.
+    assert wide.decode > plain.decode
+    odd = model_spec([layer_spec(16, 4, 2048, key_width=96)] * 4, hidden=1024, vocab=1000, types="Q8_0")
+    loose, wide_loose = (working(odd, place(odd, 2), 0, replace(CASE, wide_sums=each)) for each in (False, True))
+    assert wide_loose.prefill > loose.prefill  # heads for which there are no kernels: one by one
+
+
 def test_only_journeys_that_shift_stage_bundles() -> None:
     staying = replace(CASE, journeys=tuple((layout, layout) for layout in Layout))
     assert of(staying).shift <= of(staying).prefill
@@ -63,9 +75,8 @@ def test_steps_that_are_captured_have_buffers_for_each_batch_size_up_to_the_larg
         case = replace(CASE, journeys=(journey,))
         grown.append(of(replace(case, batch=8)).standing - of(case).standing)
         assert grown[-1] > 0
-        plain = replace(case, kv_format=KvFormat(KvType.Q8_0, KvType.Q8_0))
-        if journey[1] is Layout.LAYER:
-            assert of(replace(plain, batch=8)).standing == of(plain).standing  # nothing is captured there
+        quantised = replace(case, kv_format=KvFormat(KvType.Q8_0, KvType.Q8_0))
+        assert of(replace(quantised, batch=8)).standing - of(quantised).standing == grown[-1], "whatever the cache is"
     assert of(replace(CASE, batch=8)).standing - of(CASE).standing == sum(grown), "in both layouts: both"
 
 

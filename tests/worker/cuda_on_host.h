@@ -108,13 +108,14 @@ static Place place_of_b(int column, int k, int packed) {
 }
 
 template <class Number, class Value>
-static void multiply_add(Number* c, Number start, std::vector<unsigned> a, std::vector<unsigned> b, int depth, int packed,
+static void multiply_add(Number* c, const Number* start, std::vector<unsigned> a, std::vector<unsigned> b, int depth, int packed,
                          Value value) {
+  const int results = a.size() == 1 ? 2 : 4;  // of a lane: one word of a is eight rows
   a.resize(4);
   a.insert(a.end(), b.begin(), b.end());
   together(a, [&](int lane, unsigned (*of)[10]) {
-    for (int i = 0; i < 4; i++) {
-      double sum = start;  // exact for all that is summed here
+    for (int i = 0; i < results; i++) {
+      double sum = start ? *start : c[i];  // exact for all that is summed here
       for (int k = 0; k < depth; k++) {
         Place p = place_of_a(lane / 4 + i / 2 * 8, k, packed), q = place_of_b(lane % 4 * 2 + i % 2, k, packed);
         sum += value(of[p.lane][p.word], p.part) * value(of[q.lane][4 + q.word], q.part);
@@ -127,15 +128,27 @@ static void multiply_add(Number* c, Number start, std::vector<unsigned> a, std::
 static double signed_byte(unsigned word, int part) { return (signed char)(word >> 8 * part); }
 static double half_of(unsigned word, int part) { return half_bits(word >> 16 * part & 0xFFFF); }
 
+// As the source does, by what the card has.
+#if __CUDA_ARCH__ >= 800
 static void mma32(int* c, int start, const unsigned* a, const unsigned* b) {
-  multiply_add(c, start, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, 32, 4, signed_byte);
+  multiply_add(c, &start, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, 32, 4, signed_byte);
 }
 static void mma16(int* c, unsigned a0, unsigned a1, unsigned b) {
-  multiply_add(c, 0, {a0, a1}, {b}, 16, 4, signed_byte);
+  const int start = 0;
+  multiply_add(c, &start, {a0, a1}, {b}, 16, 4, signed_byte);
 }
 static void mma_halves(float* c, const unsigned* a, uint2 b) {
-  multiply_add(c, 0.0f, {a[0], a[1], a[2], a[3]}, {b.x, b.y}, 16, 2, half_of);
+  const float start = 0;
+  multiply_add(c, &start, {a[0], a[1], a[2], a[3]}, {b.x, b.y}, 16, 2, half_of);
 }
+#else
+static void mma_piece(int* c, unsigned a, unsigned b) {
+  multiply_add(c, (const int*)nullptr, {a}, {b}, 16, 4, signed_byte);
+}
+static void mma_halves_piece(float* c, unsigned a0, unsigned a1, unsigned b) {
+  multiply_add(c, (const float*)nullptr, {a0, a1}, {b}, 8, 2, half_of);
+}
+#endif
 
 // Runs the kernel that `call` calls: warps in turn, each until all its lanes wait for the block or are done.
 static void (*kernel_call)();

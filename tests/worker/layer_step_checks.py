@@ -11,10 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
@@ -26,22 +29,26 @@ from gearshift.proto.placement.memory import Holding
 from gearshift.proto.placement.working import WorkingCase
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
-from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
-from gearshift.worker.kernels import quant_ops
+from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, cached, passed, stepped
+from gearshift.worker.kernels import quant_ops, step_ops
 from gearshift.worker.kernels.exchange import Exchange
+from gearshift.worker.kernels.quant_matrix import as_quantised
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
+from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
 from gearshift.worker.weights import device_load
 
 CPU = torch.device("cpu")
 HALF = torch.float16
-FORM = KvFormat(KvType.F16, KvType.F16)
 SHAPE: dict[str, Any] = {
     "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_width": 32, "feed_forward": 128, "vocab": 320,
 }  # fmt: skip
+# At 9 to 7 attention's results are cut inside a block of Q4_K, and query heads inside a group. One bias more.
+CUT = SHAPE | {"heads": 16, "kv_heads": 4, "types": {"attn_output.weight": "Q4_K"}}
+CUT["tensors"] = {"blk.1.attn_output.bias": np.linspace(-2.0, 2.0, SHAPE["hidden"], dtype=np.float32)}
 POSITIONS = (70, 5, 0)
 
 
@@ -76,13 +83,15 @@ def plain_product(planes: Planes, x: QuantizedRows, out: torch.Tensor, *_: objec
 
 
 def check_stages(
-    folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset()
-) -> Iterator[tuple[str, float, float]]:
+    folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset(), kv_type: KvType = KvType.F16,
+    shares: tuple[float, float] = (1.0, 1.0), shape: dict[str, Any] = SHAPE,
+) -> Iterator[tuple[str, float, float]]:  # fmt: skip
     """Two stages of two parts: steps, each written where the next reads it; (what, found, most allowed)."""
-    path = build_model(folder / f"{arch}-{len(whole)}.gguf", arch, quant="Q8_0", seed=3, **SHAPE)
+    name = f"{arch}, {len(whole)} whole, {kv_type}, {shares[0]:g} to {shares[1]:g}"
+    path = build_model(folder / f"{name}.gguf", arch, quant="Q8_0", seed=3, **shape)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
-    placement = place(spec, 2, whole_layers=whole)
-    stages = [Stage.of(path, placement, rank, CPU) for rank in range(2)]
+    placement = place(spec, 2, whole_layers=whole, tensor_shares=shares)
+    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type) for rank in range(2)]
     before = [stage.kv.arena.clone() for stage in stages]
     tokens = [[5, 300, 77], [6, 8, 319]][:steps]
 
@@ -92,13 +101,12 @@ def check_stages(
         return [run(stages, line, [p + index for p in POSITIONS]) for index, line in enumerate(tokens)]
 
     found = both(stepped)
-    written = [stage.kv.arena.clone().view(HALF).float() for stage in stages]
+    written, caches = [stage.kv.arena.clone() for stage in stages], [cached(stage) for stage in stages]
     wanted = both(passed)
-    name = f"{arch}, {len(whole)} whole"
     yield f"{name}: logits", error(torch.stack(found), torch.stack(wanted)), 1.5e-2  # int8 of attention in f16 there
-    for stage, cache, arena in zip(stages, written, before, strict=True):
-        yield f"{name}: cache of {stage.rank}", error(cache, stage.kv.arena.view(HALF).float()), 5e-3
-        changed = (cache != arena.view(HALF).float()).any(dim=1).sum()
+    for stage, cache, arena, old in zip(stages, caches, written, before, strict=True):
+        yield f"{name}: cache of {stage.rank}", error(cache, cached(stage)), 5e-3
+        changed = (arena != old).any(dim=1).sum()
         # Each bundle's block of each request and nothing else: 3 requests, 2 parts (1 where the layer is whole).
         parts = sum(bool(part.query_heads) for part in stage.decoder.weights.layers[stage.rank].parts)
         yield f"{name}: blocks written", float(changed != 3 * parts), 0.5
@@ -107,13 +115,97 @@ def check_stages(
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
     # Another batch size: another product, whose int8 may have scales of other widths.
     yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
-    case = WorkingCase(Holding.PLANES, FORM, ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
+    case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
     working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * step_parts.SPLITS
     for stage in stages:
         planned = working._layer_step_bytes(spec, placement, stage.rank, case)
         yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
     others = stepped(stages, [5, 1, 2], [70, 100, 64])
     yield f"{name}: a request among others", float(not torch.equal(others[0], found[0][0])), 0.5
+
+
+def shift_to_tensor(stages: Sequence[Stage]) -> None:
+    """Each rank's bundles of other parts to those parts' ranks, byte by byte, where theirs of its part were."""
+    moved = []
+    for rank, stage in enumerate(stages):
+        for state, others in zip(stage.states, stages[1 - rank].states, strict=True):
+            place, source = state.slots[rank, 1 - rank].index, others.slots[1 - rank, rank].index
+            moved.append((stage, place, stages[1 - rank].kv.arena[source].clone()))
+            state.slots[1 - rank, rank] = state.slots[rank, 1 - rank]
+    for stage, place, content in moved:
+        width = min(stage.kv.arena.shape[1], content.shape[1])
+        stage.kv.arena[place, :width] = content[:, :width]
+
+
+def check_tensor_parts(
+    folder: Path, kv_type: KvType, whole: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, float, float]]:
+    """Two ranks' shares of every half block under tensor parallelism, added, give the logits of the layer layout."""
+    name = f"tensor parts, {kv_type}, {len(whole)} whole"
+    path = build_model(folder / f"{name}.gguf", quant="Q8_0", seed=6, **CUT)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    placement = place(spec, 2, whole_layers=whole, tensor_shares=(9.0, 7.0))
+    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type) for rank in range(2)]
+    outputs = [as_quantised(part.attention_output) for part in stages[0].decoder.weights.layers[0].parts]
+    assert any(matrix.lead or matrix.tail for matrix in outputs if matrix.rows), "no block is cut"
+    before, tokens = [stage.kv.arena.clone() for stage in stages], [5, 300, 77]
+    wanted = stepped(stages, tokens, POSITIONS)
+    for stage, arena in zip(stages, before, strict=True):
+        stage.kv.arena.copy_(arena)
+    shift_to_tensor(stages)
+    buckets, ranks = [], []
+    for rank, stage in enumerate(stages):
+        assert can_step(spec, stage.decoder)
+        exchange = Exchange.over(torch.zeros(2, dtype=torch.int64), 2, rank, spec.hidden)
+        ranks.append(DecodeSteps(spec, placement, stage.decoder, exchange, CONTEXT))
+        buckets.append(bucket := ranks[rank]._bucket(len(tokens)))
+        bucket.set_tables(stage.states, [(0, rank), (1, rank)])
+        bucket.feed(tokens, POSITIONS)
+        bucket.partial.fill_(float("nan"))
+        stage.decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
+        stage.decoder.angles(bucket.state.positions, bucket.angles)
+
+    def finish(shares: list[torch.Tensor], norm: torch.Tensor) -> None:
+        total = torch.stack(shares) if shares else None
+        for bucket in buckets:
+            step_ops.finish_half(total, bucket.hidden, norm, None, spec.norm_epsilon, bucket.normed)
+
+    weights = [stage.decoder.weights for stage in stages]
+    finish([], weights[0].layers[0].attention_norm)
+    for number in range(len(spec.layers)):
+        layers, last = [each.layers[number] for each in weights], number + 1 == len(spec.layers)
+        for steps, layer, bucket in zip(ranks, layers, buckets, strict=True):
+            steps._attention(layer, number, bucket)
+        finish([bucket.partial for bucket in buckets], layers[0].feed_forward_norm)
+        for steps, layer, bucket in zip(ranks, layers, buckets, strict=True):
+            steps._feed_forward(layer.own, bucket)
+        norm = weights[0].output_norm if last else weights[0].layers[number + 1].attention_norm
+        finish([bucket.partial for bucket in buckets], norm)
+    for each, bucket in zip(weights, buckets, strict=True):
+        as_quantised(each.head).multiply_quantized(bucket.normed, bucket.logits)
+    found = torch.cat([bucket.logits[: len(tokens)] for bucket in buckets], dim=1)
+    yield name, float(not torch.equal(found, wanted)), 0.5
+
+
+def check_chunk_attention(folder: Path, kv_type: KvType, window: int) -> Iterator[tuple[str, float, float]]:
+    """Rows of a chunk over what is cached, of parts whose groups are cut: against every head alone, in f32."""
+    path = build_model(folder / f"chunk-{kv_type}-{window}.gguf", "qwen3", quant="Q8_0", seed=8, **CUT)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    spec = replace(spec, layers=tuple(replace(layer, sliding_window=window) for layer in spec.layers))
+    stage = Stage.of(path, place(spec, 2, tensor_shares=(9.0, 7.0)), 0, CPU, kv_type=kv_type)
+    segment, layer = Segment(stage.states[0], 0, 20, 60), stage.spec.layers[0]
+    stage.decoder._spec = spec
+    for part in stage.decoder.weights.layers[0].parts:
+        query = torch.randn(20, part.query_heads, layer.key_width).to(HALF)
+        found = stage.decoder.attend_all(query, [part], 0, [segment], torch.full_like(query, float("nan")))
+        bundle = 0, part.part
+        keys, values = (rows.float() for rows in stage.kv.read(bundle, 0, stage.states[0].slots[bundle], 0, 80))
+        wanted = torch.empty(query.shape)
+        for row, head in product(range(20), range(part.query_heads)):
+            first, kv = max(0, 61 + row - window) if window else 0, part.kv_head_of_query[head]
+            scores = keys[kv, first : 61 + row] @ query[row, head].float() * spec.attention_scale
+            wanted[row, head] = torch.softmax(scores, 0) @ values[kv, first : 61 + row]
+        yield f"chunk's attention, {kv_type}, window {window}", error(found, wanted), 2e-3
 
 
 def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
@@ -174,6 +266,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
+        checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
+        checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
+        checks += [check_chunk_attention(folder, KvType.Q8_0, 0), check_chunk_attention(folder, KvType.F16, 30)]
         checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:

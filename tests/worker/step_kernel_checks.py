@@ -10,13 +10,17 @@ import torch.nn.functional as functional
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import step_ops
+from gearshift.worker.kernels.cards import SplitTile, split_tile
 from gearshift.worker.kernels.exchange import Exchange
+from gearshift.worker.kernels.kv_rows import dequantize_q8_0, quantize_q8_0
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent, multiply, quantize
 from gearshift.worker.kernels.quant_planes import from_gguf
-from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
+from gearshift.worker.kernels.step_ops import Angles, KvPlace, PartHeads, RopeFacts, SplitBuffers, StepState
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 EPSILON = 1e-5
+Blocks = tuple[bool, bool]  # whether keys and values are q8_0
+Q8: Blocks = (True, True)
 HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16  # the interpreter has no bf16 products
 
 
@@ -119,41 +123,81 @@ def check_exchange(ranks: int, rows: int, width: int, sent: bool, on_host: bool,
     }
 
 
-def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bool) -> dict[str, float]:
-    heads, width, blocks, slots = 2, 64, 5, 23
-    queries = heads * group
-    projected, bias = randn(rows, (queries + 2 * heads) * width), randn((queries + 2 * heads) * width)
+class Cache:
+    """Keys and values [slots, heads, 64, width], each q8_0 or not; what was never written is no numbers."""
+
+    def __init__(self, slots: int, heads: int, width: int, blocks: Blocks, float_type: torch.dtype) -> None:
+        self.blocks = blocks
+        kinds = [(torch.uint8, width // 32 * 34) if quantised else (float_type, width) for quantised in blocks]
+        sizes = [heads * 64 * columns * kind.itemsize for kind, columns in kinds]
+        self.arena = torch.full((slots, sum(sizes)), 0xFF, dtype=torch.uint8, device=DEVICE)
+        runs = zip(self.arena.split(sizes, dim=1), kinds, strict=True)
+        self.keys, self.values = (run.view(kind).unflatten(1, (heads, 64, columns)) for run, (kind, columns) in runs)
+        self.place = KvPlace.of(self.keys, self.values)
+
+    def write(self, slot: int, at: int | slice, key: torch.Tensor, value: torch.Tensor) -> None:
+        """One position's [heads, width], or those of several, [heads, positions, width]."""
+        for to, rows, quantised in zip((self.keys, self.values), (key, value), self.blocks, strict=True):
+            to[slot, :, at] = quantize_q8_0(rows) if quantised else rows.to(to.dtype)
+
+    def read(self, slots: torch.Tensor, first: int, end: int) -> list[torch.Tensor]:
+        """Keys and values of positions [first, end): f32 [heads, positions, width]."""
+        found = []
+        for rows, quantised in zip((self.keys, self.values), self.blocks, strict=True):
+            joined = rows[slots].transpose(0, 1).flatten(1, 2)[:, first:end]
+            found.append(dequantize_q8_0(joined, torch.float32) if quantised else joined.float())
+        return found
+
+
+def wrong_sums(x: QuantizedRows) -> float:
+    """Whether sums beside the codes are not what the codes say."""
+    if x.rows == 1:
+        wanted = x.codes.float().unflatten(1, (-1, 2, 16)).sum(-1) * x.scales[..., None]
+        return max(error(x.sums_16, wanted.flatten(1)), error(x.sums_32, wanted.sum(-1)))
+    sums = x.codes[: x.columns // 32, : x.rows].float().unflatten(2, (2, 16)).sum(-1)  # [groups, rows, halves]
+    group = torch.arange(len(sums), device=DEVICE)
+    at = group % 8 // 2 * 4 + group % 2
+    found = [x.halves[group // 8, :, at + 2 * half][:, : x.rows].float() for half in (0, 1)]
+    return error(torch.stack(found, -1), sums)
+
+
+def check_attention(
+    kind: RopeKind, rows: int, heads: PartHeads, window: int, norm: bool, width: int = 64,
+    blocks: Blocks = (False, False), beside: tuple[int, int] = (0, 0),
+) -> dict[str, float]:  # fmt: skip
+    """`blocks`: keys, values are q8_0. `beside`: heads held before and behind the part's. Not all rows are there."""
+    slots, columns = 23, (heads.query + 2 * heads.kv) * width
+    projected, bias = randn(rows, columns), randn(columns)
+    # Values of the first row at a scale of 1, each as far from one code as from the next.
+    bias[-heads.kv * width :] = 0
+    projected[0, -heads.kv * width :] = torch.randint(-100, 100, (heads.kv * width,), device=DEVICE) + 0.5
+    projected[0, -heads.kv * width :: 32] = 127.0
     norms = (randn(width), randn(width)) if norm else None
     turns = 10000.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
     rope = RopeFacts(turns, 1.1, kind)
     angles = Angles.empty(rope, rows)
-    positions = torch.tensor([(37 + 71 * row) % 300 for row in range(rows)], dtype=torch.int32, device=DEVICE)
-    tables = torch.stack([torch.randperm(slots)[:blocks] for _ in range(rows)]).to(DEVICE)
-    arena = randn(slots, 2, heads, 64, width).to(HALF)
-    arena[:, 1].fill_(float("nan"))  # values never written must not matter
-    place = KvPlace(arena[:, 0], arena[:, 1])
-    query = torch.empty(rows, queries, width, dtype=HALF, device=DEVICE)
-    table_of_row = [tables[row] for row in range(rows)]
-    for row in range(rows):  # what came before
-        for position in range(int(positions[row])):
-            place.values[table_of_row[row][position // 64], :, position % 64] = randn(heads, width).to(HALF)
+    places = [(37 + 71 * row) % 300 for row in range(rows)]
+    if rows > 1:
+        places[-1] = -1
+    positions = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    tables = torch.stack([torch.randperm(slots)[:5] for _ in range(rows)]).to(DEVICE)
+    cache = Cache(slots, heads.kv, width, blocks, HALF)
+    exact = Cache(slots, heads.kv, width, (False, False), torch.float32)
+    newest = [(row, int(tables[row][place // 64]), place % 64) for row, place in enumerate(places) if place >= 0]
+    for row, place in enumerate(places):  # what came before
+        for block in range(-(-place // 64)):
+            shape = heads.kv, min(64, place - block * 64), width
+            cache.write(int(tables[row][block]), slice(0, shape[1]), randn(*shape), randn(*shape))
+    before = cache.arena.clone()
+    query = torch.zeros(rows, heads.query, width, dtype=HALF, device=DEVICE)
     step_ops.fill_angles(rope, positions, angles)
-    step_ops.rotate_into_cache(
-        projected,
-        bias,
-        norms,
-        angles,
-        EPSILON,
-        positions,
-        tables,
-        tables.stride(0),
-        query,
-        place,
-        queries,
-        heads,
-    )
+    for each in (exact, cache):
+        step_ops.rotate_into_cache(
+            projected, bias, norms, angles, EPSILON, positions, tables, tables.stride(0), query, each.place,
+            heads.query, heads.kv,
+        )  # fmt: skip
     turned = (projected + bias).unflatten(1, (-1, width))
-    head_kinds = [turned[:, :queries], turned[:, queries : queries + heads]]
+    head_kinds = [turned[:, : heads.query], turned[:, heads.query : heads.query + heads.kv]]
     if norms:
         head_kinds = [
             functional.rms_norm(x, (width,), n, EPSILON) for x, n in zip(head_kinds, norms, strict=True)
@@ -166,26 +210,62 @@ def check_attention(kind: RopeKind, rows: int, group: int, window: int, norm: bo
         pair = a * cosine - b * sine, b * cosine + a * sine
         return torch.stack(pair, -1).flatten(-2) if kind is RopeKind.INTERLEAVED else torch.cat(pair, -1)
 
-    scale, splits = 0.11, 4
-    out = QuantizedRows.empty(rows, queries * width, DEVICE)
-    buffers = SplitBuffers.of(rows, queries, splits, width, DEVICE)
-    step_ops.attend_cached(query, place, tables, positions, scale, window, heads, buffers, out)
-    wanted_rows, stored = [], []
-    for row in range(rows):
-        length = int(positions[row]) + 1
-        first = max(0, length - window) if window else 0
-        keys = place.keys[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
-        values = place.values[table_of_row[row]].transpose(0, 1).flatten(1, 2)[:, first:length].float()
-        stored.append(
-            error(keys[:, -1], rotated(head_kinds[1])[row])
-            + error(values[:, -1], turned[row, queries + heads :])
-        )
-        q = query[row].float().view(heads, group, width)
-        wanted_rows.append((torch.softmax(q @ keys.transpose(1, 2) * scale, -1) @ values).flatten())
+    there = [row for row, _, _ in newest]
+    stored = max(
+        error(torch.stack([exact.keys[slot, :, at] for _, slot, at in newest]), rotated(head_kinds[1])[there]),
+        error(
+            torch.stack([exact.values[slot, :, at] for _, slot, at in newest]),
+            turned[there, heads.query + heads.kv :],
+        ),
+    )
+    written = cache.arena.clone()
+    cache.arena.copy_(before)
+    for _, slot, at in newest:
+        cache.write(slot, at, exact.keys[slot, :, at], exact.values[slot, :, at])
+    out = QuantizedRows.empty(rows, (heads.query + sum(beside)) * width, DEVICE)
+    buffers = SplitBuffers.of(rows, heads.query, 4, width, DEVICE)
+    of_splits = buffers.sums, buffers.greatest, buffers.weights
+    for poisoned in (out.scales, out.sums_16, out.sums_32, out.spans, out.halves, *of_splits):
+        poisoned.fill_(float("nan"))
+    out.codes.fill_(99)
+    older = QuantizedRows.empty(rows, out.columns, DEVICE)
+    tile = SplitTile(split_tile(True, heads.group, width).queries, 32, 1)  # before 8.0; half a block
+    step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, older, beside[0], tile)
+    for poisoned in of_splits:
+        poisoned.fill_(float("nan"))
+    step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, out, beside[0])
+    kv_head = (torch.arange(heads.query, device=DEVICE) + heads.skipped) // heads.group
+    wanted = torch.zeros(rows, heads.query, width, device=DEVICE)
+    for row in there:
+        length = places[row] + 1
+        keys, values = cache.read(tables[row], max(0, length - window) if window else 0, length)
+        scores = torch.einsum("qw,qpw->qp", query[row].float(), keys[kv_head]) * 0.11
+        wanted[row] = torch.einsum("qp,qpw->qw", torch.softmax(scores, -1), values[kv_head])
+    # Of splits without positions nothing is written.
+    share = (buffers.greatest - buffers.greatest.nan_to_num(-1e30).amax(-1, keepdim=True)).exp()
+    joined = (buffers.sums * share[..., None]).nansum(2) / (buffers.weights * share).nansum(2)[..., None]
+    result = functional.pad(wanted.flatten(1), [width * others for others in beside])
+    others = result == 0
     return {
-        "attention: query": error(query, rotated(head_kinds[0])) / 100, "attention: stored": max(stored) / 100,
-        "attention: result": error(as_floats(out), torch.stack(wanted_rows)) / 100,
+        "attention: query": error(query[there], rotated(head_kinds[0])[there]) / 100, "attention: stored": stored,
+        "attention: cache, bit by bit": float(not torch.equal(written, cache.arena)),
+        "attention: splits": error(joined[there], wanted[there]) / 30,
+        "attention: result": error(as_floats(out), result) / 100, "attention: sums": wrong_sums(out),
+        "attention: as on older cards": error(as_floats(older), result) / 100,
+        "attention: nothing beside it": float(as_floats(out)[others].abs().sum()),
     }  # fmt: skip
+
+
+def check_gather(heads: int, width: int) -> dict[str, float]:
+    """q8_0 of some slots, whatever bytes they hold, as plain torch dequantises them."""
+    cache = Cache(9, heads, width, Q8, HALF)
+    cache.arena.random_(0, 256)
+    slots = torch.tensor([7, 2, 3], device=DEVICE)
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16  # to which the interpreter does not round
+    found = step_ops.gather_blocks(cache.values, slots, dtype)
+    wanted = dequantize_q8_0(cache.values[slots].transpose(0, 1), dtype).flatten(1, 2)
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    return {"gathered q8_0, bit by bit": float(found.shape != wanted.shape or not bool(same.all()))}
 
 
 def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
@@ -213,7 +293,12 @@ def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float
     out, dense = QuantizedRows.empty(rows, width, DEVICE), torch.empty(rows, width, device=DEVICE)
     step_ops.gate(both, activation, out)
     step_ops.gate(both, activation, dense)
-    return {"gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted)}
+    shrunk = torch.empty_like(dense, dtype=torch.float16)
+    step_ops.gate(both, activation, shrunk, 32.0)
+    return {
+        "gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted),
+        "gate: f16": error(32.0 * shrunk.float(), wanted) / 1000,
+    }  # fmt: skip
 
 
 def check_choice(rows: int, vocab: int) -> dict[str, float]:
@@ -297,10 +382,15 @@ def main() -> int:
     found: dict[str, float] = {}
     checks = [check_halves(3, 288, False), check_halves(1, 64, True), check_gate(3, 352, Activation.SILU)]
     checks += [check_gate(2, 64, Activation.GELU_TANH), check_choice(2, 5001)]
+    checks += [check_gather(3, 64), check_gather(2, 256)]
     checks += [check_choice_among_no_numbers(5001), check_sums_in_turn(False), check_sums_in_turn(True)]
     checks += [
-        check_attention(RopeKind.INTERLEAVED, 3, 4, 0, False),
-        check_attention(RopeKind.HALVES, 2, 1, 100, True),
+        check_attention(RopeKind.INTERLEAVED, 4, PartHeads(8, 2, 4), 0, False),
+        check_attention(RopeKind.HALVES, 3, PartHeads(2, 2, 1), 100, True, blocks=Q8),
+        check_attention(RopeKind.HALVES, 2, PartHeads(4, 2, 2), 50, False),  # begins in the latter half of a block
+        check_attention(RopeKind.INTERLEAVED, 1, PartHeads(5, 3, 3, 2), 0, False, 32, Q8, (2, 1)),
+        check_attention(RopeKind.HALVES, 3, PartHeads(3, 2, 4, 2), 40, True, blocks=(False, True), beside=(1, 0)),
+        check_attention(RopeKind.HALVES, 2, PartHeads(3, 1, 4), 0, False, 128, (True, False), (0, 1)),
     ]
     if DEVICE.type == "cuda":
         checks += [
@@ -308,9 +398,13 @@ def main() -> int:
             check_halves(5, 5120, True),
             check_gate(16, 7168, Activation.SILU),
         ]
-        checks += [check_attention(RopeKind.INTERLEAVED, 16, 8, 0, False), check_choice(16, 64128)]
+        checks += [check_choice(16, 64128)]
+        for rows, width, blocks in itertools.product((1, 16), (64, 128, 256), ((False, False), Q8)):
+            checks.append(check_attention(RopeKind.INTERLEAVED, rows, PartHeads(16, 2, 8), 0, False, width, blocks))
+            heads = PartHeads(9, 3, 4, 1)
+            checks.append(check_attention(RopeKind.HALVES, rows, heads, 70, True, width, blocks, (1, 2)))
         if torch.cuda.get_device_capability(DEVICE)[0] >= 9:
-            shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300))
+            shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300), (512, 0), (512, 512))
             checks += [check_joined_attention(rows, cached) for rows, cached in shapes]
         for sent, on_host in itertools.product((False, True), repeat=2):
             for ranks, rows, width in ((2, 1, 4096), (2, 16, 4096), (4, 3, 5120)):

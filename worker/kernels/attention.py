@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from .cards import is_older
 from .matrix import fast_linear, has_fast_linear
 
 MOST_SCORES = 1 << 24  # of one KV head's group at a time: 64 MiB in f32
@@ -37,7 +38,7 @@ def attend(
         return _in_two(query_TQK, key_HLK, value_HLV, kv_head_of_query, scale, sliding_window, dtype)
     if rows >= FEWEST_FAST_ROWS and has_fast_linear(query_TQK.device, dtype):
         return _many_rows_fast(query_TQK, key_HLK, value_HLV, group, scale, sliding_window, dtype)
-    return _many_rows(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+    return _many_rows(query_TQK, key_HLK, value_HLV, scale, sliding_window)
 
 
 def _in_two(
@@ -58,7 +59,7 @@ def _one_row(
 ) -> Tensor:
     heads, length, _ = key_HLK.shape
     query_HGK = query_1QK.view(heads, group, -1).to(key_HLK.dtype)
-    scores_HGL = torch.bmm(query_HGK, key_HLK.transpose(1, 2)).float().mul_(scale)
+    scores_HGL = _scores(query_HGK, key_HLK).mul_(scale)
     if 0 < sliding_window < length:
         scores_HGL[..., : length - sliding_window] = float("-inf")
     weights_HGL = torch.softmax(scores_HGL, dim=-1).to(value_HLV.dtype)
@@ -66,14 +67,43 @@ def _one_row(
 
 
 def _many_rows(
-    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, scale: float, sliding_window: int
 ) -> Tensor:
     mask_TL = causal_mask(query_TQK.shape[0], key_HLK.shape[1], sliding_window, query_TQK.device)
-    query = query_TQK.transpose(0, 1).unsqueeze(0).to(key_HLK.dtype)
-    attended = functional.scaled_dot_product_attention(
-        query, key_HLK.unsqueeze(0), value_HLV.unsqueeze(0), attn_mask=mask_TL, scale=scale, enable_gqa=group > 1
-    )
-    return attended.squeeze(0).transpose(0, 1)
+    return attend_by_library(query_TQK.to(key_HLK.dtype), key_HLK, value_HLV, mask_TL, scale)
+
+
+def attend_by_library(
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, mask: Tensor, scale: float, older: bool | None = None
+) -> Tensor:
+    """The library's own, [T, Q, V]; query heads are whole groups in order. `mask` [T, L], or a causal bias.
+
+    `older`: as on a card whose best way takes no groups: then each head of a group at a time, with all KV heads.
+    """
+    group = query_TQK.shape[1] // key_HLK.shape[0]
+    key, value = key_HLK[None], value_HLV[None]
+    if group == 1 or not (is_older(query_TQK.device) if older is None else older):
+        attended = functional.scaled_dot_product_attention(
+            query_TQK.transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1
+        )
+        return attended[0].transpose(0, 1)
+    heads = [
+        functional.scaled_dot_product_attention(
+            query_TQK[:, head::group].transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale
+        )[0].transpose(0, 1)
+        for head in range(group)
+    ]
+    return torch.stack(heads, dim=2).flatten(1, 2)
+
+
+def _scores(query_HGK: Tensor, key_HLK: Tensor) -> Tensor:
+    """q k^T, f32 [H, G, L]: before it is scaled it may be beyond f16."""
+    turned = key_HLK.transpose(1, 2)
+    if key_HLK.dtype is torch.float16:
+        if key_HLK.is_cuda:
+            return torch.bmm(query_HGK, turned, out_dtype=torch.float32)
+        return torch.bmm(query_HGK.float(), turned.float())
+    return torch.bmm(query_HGK, turned).float()
 
 
 def _many_rows_fast(

@@ -6,12 +6,12 @@ own: so a long past is cut at a coarse grid, rows are filled up, and what the gr
 
 from ...proto.placement.working import chunk_bucket
 
-PAST_STEP = 512  # tokens
-STEPS_AN_OCTAVE = 8
+PAST_STEP = 256  # tokens; chunks are multiples of it
+STEPS_AN_OCTAVE = 32
 
 
 def compiled_past(cached: int) -> int:
-    """The most of `cached` tokens that is on the grid: an eighth of their power of two apart, but no less than 512."""
+    """The most of `cached` tokens that is on the grid: 1/32 of their power of two apart, but no less than 256."""
     step = max(PAST_STEP, (1 << max(0, cached.bit_length() - 1)) // STEPS_AN_OCTAVE)
     return cached // step * step
 

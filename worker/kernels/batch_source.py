@@ -44,6 +44,7 @@ __device__ __forceinline__ unsigned add_halves(unsigned a, unsigned b) {
   return sum;
 }
 
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void mma32(int* c, int start, const unsigned* a, const unsigned* b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
@@ -60,6 +61,37 @@ __device__ __forceinline__ void mma_halves(float* c, const unsigned* a, uint2 b)
       : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
 }
+#else  // Turing: the same in pieces of its size, whose operands lie in threads alike
+__device__ __forceinline__ void mma_piece(int* c, unsigned a, unsigned b) {
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+      : "+r"(c[0]), "+r"(c[1]) : "r"(a), "r"(b));
+}
+
+__device__ __forceinline__ void mma_halves_piece(float* c, unsigned a0, unsigned a1, unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+
+__device__ __forceinline__ void mma32(int* c, int start, const unsigned* a, const unsigned* b) {
+  c[0] = c[1] = c[2] = c[3] = start;
+  mma_piece(c, a[0], b[0]);
+  mma_piece(c + 2, a[1], b[0]);
+  mma_piece(c, a[2], b[1]);
+  mma_piece(c + 2, a[3], b[1]);
+}
+
+__device__ __forceinline__ void mma16(int* c, unsigned a0, unsigned a1, unsigned b) {
+  c[0] = c[1] = c[2] = c[3] = 0;
+  mma_piece(c, a0, b);
+  mma_piece(c + 2, a1, b);
+}
+
+__device__ __forceinline__ void mma_halves(float* c, const unsigned* a, uint2 b) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma_halves_piece(c, a[0], a[1], b.x);
+  mma_halves_piece(c, a[2], a[3], b.y);
+}
+#endif
 
 // Weights pass by the nearest cache, which is for activations. Volatile: loads stay where the source has them.
 __device__ __forceinline__ void stream_two(unsigned* to, const void* from) {

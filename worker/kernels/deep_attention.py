@@ -2,8 +2,8 @@
 
 The library's kernel (cuDNN) for an unmasked rectangle is faster than the one for a causal mask at its lower right, from
 which these cards have most to gain (docs/lab_notes.md). So it takes the past, as far as that lies on a grid of lengths
-(`attention_shapes`), and the flash kernel, which serves any shape as it is, the rest and the chunk itself. Both tell
-the logs of their sums, by which they join.
+(`attention_shapes`), and the flash kernel, which serves any shape as it is but is slower, the rest and the chunk;
+where the grid leaves nothing cuDNN takes the chunk too. All tell the logs of their sums, by which they join.
 """
 
 import torch
@@ -20,38 +20,42 @@ CAPABILITY = 9
 
 def serves(device: torch.device) -> bool:
     """Whether `attend_causal` is how this card goes: torch's own choice would be cuDNN, for every length anew."""
-    return torch.cuda.get_device_capability(device)[0] >= CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= CAPABILITY
 
 
 def attend_causal(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float, out: Tensor) -> None:
-    """out [T, Q, W] = attention of the T newest of L positions, in bf16: the same way for the same shape."""
+    """out [T, Q, W] = attention of the T newest of L positions, in bf16 or f16: the same way for the same shape."""
     rows = query_TQW.shape[0]
     cached = key_HLW.shape[1] - rows
     past = compiled_past(cached) if rows >= FEWEST_ROWS and cached >= FEWEST_CACHED else 0
-    new, new_sum = _flash(query_TQW, key_HLW[:, past:], value_HLW[:, past:], scale)
+    square = past == cached and rows >= FEWEST_ROWS and rows == compiled_rows(rows)
+    newest = _compiled if square else _flash
+    new, new_sum = newest(query_TQW, key_HLW[:, past:], value_HLW[:, past:], True, scale)
     if not past:
         out.copy_(new)
         return
-    old, old_sum = _rectangle(query_TQW, key_HLW[:, :past], value_HLW[:, :past], scale)
-    join_attention(old, old_sum, new, new_sum, out)
+    filled = functional.pad(query_TQW, (0, 0, 0, 0, 0, compiled_rows(rows) - rows))
+    old, old_sum = _compiled(filled, key_HLW[:, :past], value_HLW[:, :past], False, scale)
+    join_attention(old[:rows], old_sum[:, :rows], new, new_sum, out)
 
 
-def _rectangle(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Every row sees all: ([T, Q, W], logs of sums [Q, T])."""
+def _compiled(
+    query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """By cuDNN: ([T, Q, W], logs of sums [Q, T])."""
     rows, heads = query_TQW.shape[:2]
-    filled = compiled_rows(rows)
-    if filled > rows:
-        query_TQW = functional.pad(query_TQW, (0, 0, 0, 0, 0, filled - rows))
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], None, True, 0.0, False, False, scale=scale
+        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], None, True, 0.0, causal, False, scale=scale
     )
-    return _by_row(result[0])[:rows], result[1].reshape(heads, filled)[:, :rows]
+    return _by_row(result[0]), result[1].reshape(heads, rows)
 
 
-def _flash(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same, causal at the lower right: that is what this operation means by it (torch/nn/attention/bias.py)."""
+def _flash(
+    query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by the kernel for any shape, whose `causal` is at the lower right (torch/nn/attention/bias.py)."""
     result = torch.ops.aten._scaled_dot_product_flash_attention(
-        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], 0.0, True, False, scale=scale
+        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], 0.0, causal, False, scale=scale
     )
     return _by_row(result[0]), result[1].reshape(query_TQW.shape[1], query_TQW.shape[0])
 

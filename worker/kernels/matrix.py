@@ -13,6 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ...proto.errors import ProtocolError
+from .half import gain_of
 
 
 class AnyMatrix(Protocol):
@@ -51,6 +52,8 @@ class Matrix:
         return self._weight if self._weight.layout is torch.strided else self._weight.to_dense()
 
     def __call__(self, x_TC: Tensor) -> Tensor:
+        if (gain := gain_of(self.dtype)) != 1.0:  # f32, so that what follows is not f16 before it must be
+            return functional.linear((x_TC / gain).to(self.dtype), self._weight).float().mul_(gain)
         x_TC = x_TC.to(self.dtype)
         return fast_linear(x_TC, self._weight) if self._fast else functional.linear(x_TC, self._weight)
 

@@ -1,7 +1,9 @@
 """Matrices on a GPU in the file's quantisation: fused products for few rows, a reused workspace for many.
 
-A chunk of a prompt expands matrices into one bf16 workspace, some rows at a time where they are large, and multiplies
-there by the library. Types without planes are held in bf16 from load on.
+A chunk of a prompt expands matrices into one workspace of 16-bit floats, some rows at a time where they are large, and
+multiplies there by the library. Types without planes are held in such floats from load on.
+
+The floats are bf16 or f16; for the latter's gain see `half`.
 """
 
 from collections.abc import Iterator
@@ -13,20 +15,23 @@ from torch import Tensor
 from ...proto.placement.working import EXPANDED_BYTES
 from . import quant_ops
 from .exchange import Exchange
+from .half import gain_of, result_type
 from .quant_ops import QuantizedRows, Sent
 from .quant_planes import Planes
 
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
 
-Piece = Planes | Tensor  # a dense piece is bf16 [rows, columns]
+Piece = Planes | Tensor  # a dense piece is of the workspace's type, [rows, columns]
 
 
 class Workspace:
-    """One bf16 buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
+    """One buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: bf16 or f16."""
+        self.dtype = dtype
+        self._flat = torch.empty(0, dtype=dtype, device=device)
         self._fixed = False
 
     def fix(self, values: int) -> None:
@@ -66,7 +71,7 @@ class QuantMatrix:
         self.pieces, self.lead, self.columns, self.tail = pieces, lead, columns, tail
         self.workspace = workspace
         self.rows = sum(_rows(piece) for piece in pieces)
-        self.dtype = torch.bfloat16
+        self.dtype = workspace.dtype
 
     @property
     def byte_count(self) -> int:
@@ -82,12 +87,13 @@ class QuantMatrix:
         return not (self.lead or self.tail)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        """f32 for few rows, bf16 for many."""
+        """f32 for few rows and in f16, bf16 for many. `x`: of any float type."""
         if not self.rows or not self.columns:
             return x_TC.new_zeros((x_TC.shape[0], self.rows), dtype=self.dtype)
         x_TC = self.padded(x_TC)
         if x_TC.shape[0] > FEW_ROWS:
-            return multiply_stacked(x_TC, [self])
+            gain = 1.0 if x_TC.dtype is self.dtype else gain_of(self.dtype)
+            return multiply_stacked(x_TC if gain == 1.0 else x_TC / gain, [self], gain=gain)
         out = torch.empty((x_TC.shape[0], self.rows), dtype=torch.float32, device=x_TC.device)
         quantised = quant_ops.quantize(x_TC) if any(isinstance(p, Planes) for p in self.pieces) else None
         first = 0
@@ -97,7 +103,7 @@ class QuantMatrix:
                 assert quantised is not None
                 quant_ops.multiply(piece, quantised, columns)
             else:
-                columns.copy_(functional.linear(x_TC.to(self.dtype), piece))
+                columns.copy_(_dense_product(x_TC, piece))
             first += _rows(piece)
         return out
 
@@ -117,7 +123,7 @@ class QuantMatrix:
             if isinstance(piece, Planes):
                 quant_ops.multiply(piece, x, columns, sent=Sent(to, first) if to else None)
             else:
-                columns.copy_(functional.linear(x.expanded(piece.dtype), piece))
+                columns.copy_(_dense_product(x.expanded(result_type(piece.dtype)), piece))
             first += _rows(piece)
 
     def padded(self, x_TC: Tensor) -> Tensor:
@@ -131,19 +137,44 @@ def as_quantised(matrix: object) -> QuantMatrix:
     return matrix
 
 
-def multiply_stacked(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None) -> Tensor:
-    """x times the matrices below one another: bf16 [T, sum of rows]. `x` is padded already."""
-    x_TC = x_TC.to(torch.bfloat16)
+def multiply_stacked(
+    x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None, gain: float = 1.0
+) -> Tensor:
+    """x times the matrices below one another: [T, sum of rows], in `out`'s type or else `result_type`.
+
+    `x` is padded already, and was divided by `gain`.
+    """
+    workspace = matrices[0].workspace
+    x_TC = x_TC.to(workspace.dtype)
     pieces = [piece for matrix in matrices for piece in matrix.pieces]
     rows, columns = sum(_rows(piece) for piece in pieces), x_TC.shape[1]
     if out is None:
-        out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    workspace = matrices[0].workspace
+        out = torch.empty((x_TC.shape[0], rows), dtype=result_type(workspace.dtype), device=x_TC.device)
     for first, end in workspace.row_runs(rows, columns):
         weight = workspace.matrix(end - first, columns)
-        _expand_rows(pieces, first, end, weight)
-        torch.mm(x_TC, weight.T, out=out[:, first:end])
+        _expand_rows(pieces, first, end, weight, gain)
+        _multiply_into(x_TC, weight, out[:, first:end])
     return out
+
+
+def _multiply_into(x_TC: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = x @ weight^T, in `out`'s type, which may be a wider one than theirs."""
+    if out.dtype is weight.dtype:
+        torch.mm(x_TC, weight.T, out=out)
+    elif out.is_cuda:
+        torch.mm(x_TC, weight.T, out_dtype=out.dtype, out=out)
+    else:  # where kernels are interpreted
+        torch.mm(x_TC.float(), weight.T.float(), out=out)
+
+
+def _dense_product(x_TC: Tensor, piece: Tensor) -> Tensor:
+    """x @ piece^T, [T, rows], in `result_type`."""
+    gain = gain_of(piece.dtype)
+    if gain == 1.0:
+        return functional.linear(x_TC.to(piece.dtype), piece)
+    out = torch.empty((x_TC.shape[0], piece.shape[0]), dtype=result_type(piece.dtype), device=x_TC.device)
+    _multiply_into((x_TC.float() / gain).to(piece.dtype), piece, out)
+    return out.mul_(gain)
 
 
 def padded_together(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
@@ -154,35 +185,42 @@ def padded_together(x_TC: Tensor, matrices: list[QuantMatrix]) -> Tensor:
     return torch.cat([matrix.padded(piece) for piece, matrix in pieces], dim=1)
 
 
-def multiply_side_by_side(x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None) -> Tensor:
-    """Sum of the matrices' products with their own columns of `x`: bf16 [T, rows]. `x`: padded columns, joined."""
-    x_TC = x_TC.to(torch.bfloat16)
+def multiply_side_by_side(
+    x_TC: Tensor, matrices: list[QuantMatrix], out: Tensor | None = None, gain: float = 1.0
+) -> Tensor:
+    """Sum of the matrices' products with their own columns of `x`: [T, rows], in `result_type`.
+
+    `x`: padded columns, joined; they were divided by `gain`.
+    """
+    workspace = matrices[0].workspace
+    x_TC = x_TC.to(workspace.dtype)
     rows, columns = matrices[0].rows, x_TC.shape[1]
     if out is None:
-        out = torch.empty((x_TC.shape[0], rows), dtype=torch.bfloat16, device=x_TC.device)
-    workspace = matrices[0].workspace
+        out = torch.empty((x_TC.shape[0], rows), dtype=result_type(workspace.dtype), device=x_TC.device)
     for first, end in workspace.row_runs(rows, columns):
         weight = workspace.matrix(end - first, columns)
         left = 0
         for matrix in matrices:
             if matrix.held_columns:
-                _expand_rows(matrix.pieces, first, end, weight[:, left : left + matrix.held_columns])
+                _expand_rows(matrix.pieces, first, end, weight[:, left : left + matrix.held_columns], gain)
             left += matrix.held_columns
-        torch.mm(x_TC, weight.T, out=out[:, first:end])
+        _multiply_into(x_TC, weight, out[:, first:end])
     return out
 
 
-def _expand_rows(pieces: list[Piece], first: int, end: int, out: Tensor) -> None:
-    """Rows [first, end) of the pieces' stack into `out`."""
+def _expand_rows(pieces: list[Piece], first: int, end: int, out: Tensor, gain: float) -> None:
+    """Rows [first, end) of the pieces' stack into `out`, times `gain`."""
     top = 0
     for piece in pieces:
         begin, stop = max(first, top), min(end, top + _rows(piece))
         if begin < stop:
             to = out[begin - first : stop - first]
             if isinstance(piece, Planes):
-                quant_ops.expand(piece.slice_rows(begin - top, stop - top), to)
-            else:
+                quant_ops.expand(piece.slice_rows(begin - top, stop - top), to, gain)
+            elif gain == 1.0:
                 to.copy_(piece[begin - top : stop - top])
+            else:
+                torch.mul(piece[begin - top : stop - top], gain, out=to)
         top += _rows(piece)
 
 

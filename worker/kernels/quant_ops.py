@@ -164,11 +164,13 @@ def _multiply_row(
 
 def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:
     """One row of activations: (rows of the matrix a program, warps, groups of 64 columns at a time)."""
-    # Measured on an H200. Rows that fill half of a power of two or little more go in turns instead.
-    if groups == 80:
-        return 4, 2, 16
+    # Measured on an H200. Rows that fill little more than half of a power of two go in turns instead.
+    if groups == 80 and rows >= 2048:
+        return (4, 2, 16) if rows >= 8192 else (2, 2, 32)
     if groups == 216:
         return 2, 4, 64
+    if groups == 40:
+        return 4, 2, 16
     together = triton.next_power_of_2(groups)
     if together >= 128:
         return max(1, 256 // together), 8, together
@@ -177,9 +179,9 @@ def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:
     return max(1, 128 // together), 4, together
 
 
-def expand(planes: Planes, out: Tensor) -> None:
-    """The matrix, dequantised: out [N, K] in any float type."""
-    _expand(planes, out, planes.rows, None, 1.0)
+def expand(planes: Planes, out: Tensor, factor: float = 1.0) -> None:
+    """The matrix, dequantised and times `factor`: out [N, K] in any float type."""
+    _expand(planes, out, planes.rows, None, factor)
 
 
 def gather(planes: Planes, ids: Tensor, out: Tensor, factor: float) -> None:

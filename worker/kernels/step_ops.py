@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ...proto.model import Activation, RopeKind
 from .batch_source import SPAN
+from .cards import SplitTile, is_older, split_tile
 from .exchange import MOST_ROWS, Exchange
 from .exchange_triton import sum_rows
-from .quant_ops import QuantizedRows
+from .quant_ops import EMULATED, QuantizedRows
 from .step_triton import (
     attend_merge,
     attend_split,
@@ -18,6 +19,7 @@ from .step_triton import (
     choose_token,
     finish_half_block,
     gate_rows,
+    gather_q8_0,
     merge_two,
     rope_angles,
     rotate_and_store,
@@ -28,13 +30,15 @@ MERGED_TOGETHER = 32  # splits, in `attend_merge`: all that a context has that i
 GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
 SUM_WARPS = 4  # so that a thread reads one word: with half as many, or twice, a sum takes far longer
 BEST_BLOCK = 2048  # logits a program of `best_of_block`
+# Not measured yet. With 4, each has 805 instructions for 64 tokens of q8_0, against 444 with 8.
+WARPS_OF_BLOCKS = 8
 
 
 def finish_half(
     partial: Tensor | None, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
     out: Tensor | QuantizedRows, exchange: Exchange | None = None, sent: bool = False,
 ) -> None:
-    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as bf16 or int8. No exchange: partial is the sum.
+    """hidden [T, D] += sum over ranks of partial; `out`: its norm, as floats or int8. No exchange: partial is the sum.
 
     `partial` [T, D], or [parts, T, D]: this rank's parts, added first, in their order.
     `sent`: the products that made `partial` have told the other ranks (`quant_ops.Sent`).
@@ -84,10 +88,39 @@ class RopeFacts:
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """One layer's keys and values of one bundle in the arena: views [slots, heads, 64, width]."""
+    """One layer's keys and values of one bundle in the arena: views [slots, heads, 64, width].
+
+    Those in q8_0: int16 [slots, heads, 64, width / 32 * 17], a block's f16 scale and its codes two by two.
+    """
 
     keys: Tensor
     values: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "KvPlace":
+        """As the store has them: q8_0 in bytes."""
+        return cls(*(rows.view(torch.int16) if rows.dtype is torch.uint8 else rows for rows in (keys, values)))
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Between slots and heads of keys, then of values."""
+        return self.keys.stride(0), self.keys.stride(1), self.values.stride(0), self.values.stride(1)
+
+    @property
+    def blocks(self) -> dict[str, bool]:
+        """Which are q8_0, as kernels take it."""
+        return {name: rows.dtype is torch.int16
+                for name, rows in (("KEY_BLOCKS", self.keys), ("VALUE_BLOCKS", self.values))}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PartHeads:
+    """A part's heads. `skipped`: query heads of its first KV head's `group` that are the part's before it."""
+
+    query: int
+    kv: int
+    group: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +149,26 @@ def rotate_into_cache(
     positions: Tensor, table: Tensor, table_stride: int, query: Tensor, place: KvPlace, query_heads: int, kv_heads: int,
 ) -> None:
     """Rows [T, q | k | v] of one part: rotated queries to `query` [T, Q, W] (rows may be strided), the rest cached."""
-    rows, width = projected.shape[0], place.keys.shape[-1]
+    rows, width = projected.shape[0], query.shape[-1]
     query_norm, key_norm = norms or (angles.values, angles.values)
     together = 1 if rows <= MOST_ROWS else 16
     rotate_and_store[triton.cdiv(rows, together), query_heads + 2 * kv_heads](
         projected, projected.stride(0), angles.values if bias is None else bias, query_norm, key_norm, angles.values,
-        epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values,
-        place.keys.stride(0), place.keys.stride(1), rows, Q=query_heads, H=kv_heads, W=width,
+        epsilon, positions, table, table_stride, query, query.stride(0), place.keys, place.values, *place.strides,
+        rows, Q=query_heads, H=kv_heads, W=width,
         PAIRS=angles.values.shape[2], INTERLEAVED=angles.kind is RopeKind.INTERLEAVED, BIAS=bias is not None,
-        NORM=norms is not None, R=together, num_warps=4 if together > 1 else 1 if width <= 128 else 2,
+        NORM=norms is not None, R=together, **place.blocks,
+        num_warps=4 if together > 1 else 1 if width <= 128 else 2,
     )  # fmt: skip
+
+
+def gather_blocks(rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """q8_0 rows [slots, heads, 64, bytes] of some slots (int64 [n]), dequantised: [heads, n * 64, width]."""
+    words = rows.view(torch.int16)
+    heads, width = rows.shape[1], rows.shape[3] // 34 * 32
+    out = torch.empty((heads, slots.numel() * 64, width), dtype=dtype, device=rows.device)
+    gather_q8_0[slots.numel(), heads](words, words.stride(0), words.stride(1), slots, out, W=width, num_warps=4)
+    return out
 
 
 def join_attention(past: Tensor, past_sum: Tensor, new: Tensor, new_sum: Tensor, out: Tensor) -> None:
@@ -156,29 +199,36 @@ class SplitBuffers:
 
 
 def attend_cached(
-    query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, kv_heads: int,
-    buffers: SplitBuffers, out: QuantizedRows,
+    query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, heads: PartHeads,
+    buffers: SplitBuffers, out: QuantizedRows, lead: int = 0, tile: SplitTile | None = None,
 ) -> None:
-    """Each row's query [B, Q, W] over its cached positions, as int8."""
-    rows, query_heads, width = query.shape
-    group = query_heads // kv_heads
+    """Each row's query [B, Q, W] over its cached positions, as int8. `tile`: as `split_tile` would give it.
+
+    `out` may have more heads than Q: `lead` before them, and others behind, all zeros.
+    """
+    rows, _, width = query.shape
     splits = buffers.greatest.shape[2]
-    attend_split[rows * kv_heads, splits](
+    tile = tile or split_tile(is_older(query.device), heads.group, width)
+    attend_split[rows * heads.kv, splits](
         query, place.keys, place.values, table, table.stride(0), positions, buffers.sums, buffers.greatest,
-        buffers.weights, scale, place.keys.stride(0), place.keys.stride(1), H=kv_heads, GROUP=group,
-        PAD=max(16, triton.next_power_of_2(group)), W=width, SPLITS=splits, WINDOW=window,
-        STAGES=2 if width <= 128 else 1, num_warps=4,
+        buffers.weights, scale, *place.strides, Q=heads.query, H=heads.kv, GROUP=heads.group, SKIPPED=heads.skipped,
+        PAD=tile.queries, W=width, SPLITS=splits, WINDOW=window, STAGES=tile.stages, TOGETHER=tile.together,
+        **place.blocks, EMULATED=EMULATED,
+        num_warps=WARPS_OF_BLOCKS if width >= 128 and any(place.blocks.values()) else 4,
     )  # fmt: skip
-    heads = max(1, SPAN // width) if rows > 1 else 1  # of a program
-    attend_merge[rows, triton.cdiv(query_heads, heads)](
-        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=query_heads, W=width,
-        SPLITS=splits, WINDOW=window, HEADS=heads, TOGETHER=min(splits, MERGED_TOGETHER), MANY=rows > 1,
-        num_warps=4,
+    held, at_once = out.columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
+    attend_merge[rows, triton.cdiv(held, at_once)](
+        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=heads.query, LEAD=lead,
+        HELD=held, W=width, SPLITS=splits, WINDOW=window, HEADS=at_once, TOGETHER=min(splits, MERGED_TOGETHER),
+        MANY=rows > 1, num_warps=4,
     )  # fmt: skip
 
 
-def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> None:
-    """activation(gate) * up of rows [T, gate | up]: bf16 [T, F] (rows may be strided), or int8."""
+def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows, shrink: float = 1.0) -> None:
+    """activation(gate) * up of rows [T, gate | up]: floats [T, F] (rows may be strided), or int8.
+
+    `shrink`: what floats are divided by.
+    """
     rows, feed_forward = both.shape[0], both.shape[1] // 2
     quantised = out if isinstance(out, QuantizedRows) else None
     dense = both if isinstance(out, QuantizedRows) else out
@@ -186,7 +236,7 @@ def gate(both: Tensor, activation: Activation, out: Tensor | QuantizedRows) -> N
     gate_rows[rows, triton.cdiv(feed_forward // 32, tile)](
         both, both.stride(0), dense, dense.stride(0), *_quantised(quantised, both), F=feed_forward, M=tile,
         GELU=activation is Activation.GELU_TANH, QUANT=quantised is not None, MANY=rows > 1,
-        num_warps=2 if quantised else 4,
+        SHRINK=shrink, num_warps=2 if quantised else 4,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def finish_half_block(
     QUANT: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, MANY: tl.constexpr,
     SENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as bf16 or int8. Grid (rows).
+    """hidden += sum over ranks of partial (normed first with POST); normed hidden out, as floats or int8. Grid (rows).
 
     PARTS: so many partial sums of this rank, added first; 0: none. SENT: the products have written this rank's words
     already. COUNT: the sum is made already, but not counted.
@@ -82,12 +82,46 @@ def _rows_of_pairs(a, b, R: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.const
 
 
 @triton.jit
+def _store_blocks(x, rows, there, R: tl.constexpr, W: tl.constexpr):
+    """x [R, W] as q8_0, bit by bit what `kv_rows.quantize_q8_0` makes of it: a block is a scale and 16 pairs of codes.
+
+    `rows` [R]: pointers to 16-bit words, where each row begins.
+    """
+    blocks = tl.reshape(x, [R, W // 32, 32])
+    scale = tl.max(tl.abs(blocks), 2) * (1.0 / 127.0)
+    divisor = tl.where(scale > 0, scale, 1.0)[:, :, None]
+    codes = tl.math.div_rn(blocks, tl.broadcast_to(divisor, [R, W // 32, 32]))
+    codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, to the even one of two
+    codes = tl.where((scale > 0)[:, :, None], codes, 0.0).to(tl.int32)
+    even, odd = tl.split(tl.reshape(codes, [R, W // 32, 16, 2]))
+    words = (even & 255) | (odd << 8)
+    block = tl.arange(0, W // 32)
+    pair = tl.arange(0, 16)
+    to = rows[:, None] + block[None, :] * 17
+    tl.store(to, scale.to(tl.float16).to(tl.int16, bitcast=True), mask=there)
+    tl.store(to[:, :, None] + 1 + pair[None, None, :], words.to(tl.int16), mask=there[:, :, None])
+
+
+@triton.jit
+def _store_rows(x, heads, place, there, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr):
+    """x [R, W] as rows `place` [R] of 64 of one head each; `heads` [R]: pointers to where those begin."""
+    if BLOCKS:
+        _store_blocks(x, heads + place * (W // 32 * 17), there, R, W)
+    else:
+        to = (heads + place * W)[:, None] + tl.arange(0, W)[None, :]
+        tl.store(to, x.to(heads.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def rotate_and_store(
     projected, projected_stride, bias, query_norm, key_norm, angles, epsilon, positions, table, table_stride, query,
-    query_stride, keys, values, slot_stride, head_stride, T, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
+    query_stride, keys, values, key_slot, key_head, value_slot, value_head, T, Q: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, KEY_BLOCKS: tl.constexpr, VALUE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One head of R of T rows: bias, norm, rotation; queries out, keys and values into their slots.
+
+    `key_slot`, `key_head` and those of values: strides. KEY_BLOCKS, VALUE_BLOCKS: they are q8_0, in 16-bit words.
 
     Grid (T / R, Q + 2H). `positions` [T]: -1 rows are skipped. `angles` as `rope_angles` gives them for the T rows.
     `table` + row * table_stride: a row's slots by block. Whole rows are loaded and stored: pairs picked one by one
@@ -120,13 +154,12 @@ def rotate_and_store(
         tl.store(to, x.to(query.dtype.element_ty), mask=there)
     else:
         slot = tl.load(table + row * table_stride + position // 64, mask=position >= 0, other=0).to(tl.int64)
-        is_key = head < Q + H
-        kv_head = tl.where(is_key, head - Q, head - Q - H)
-        at = (slot * slot_stride + kv_head * head_stride + (position % 64) * W)[:, None] + w[None, :]
-        if is_key:
-            tl.store(keys + at, x.to(keys.dtype.element_ty), mask=there)
+        if head < Q + H:
+            key_rows = keys + slot * key_slot + (head - Q) * key_head
+            _store_rows(x, key_rows, position % 64, there, R, W, KEY_BLOCKS)
         else:
-            tl.store(values + at, x.to(values.dtype.element_ty), mask=there)
+            value_rows = values + slot * value_slot + (head - Q - H) * value_head
+            _store_rows(x, value_rows, position % 64, there, R, W, VALUE_BLOCKS)
 
 
 @triton.jit
@@ -138,14 +171,88 @@ def _share_of_blocks(length, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _codes_times_scale(pairs, scale, EMULATED: tl.constexpr):
+    """Two int8 codes in a 16-bit word, times an f16: the even column's and the odd one's, f16."""
+    if EMULATED:
+        wide = pairs.to(tl.int32)
+        even = (((wide & 255) ^ 128) - 128).to(tl.float16) * scale
+        return even, (wide >> 8).to(tl.float16) * scale
+    else:
+        # Two words at once. A code with 128 added is, behind 0x64, an f16: 1024 more. No conversions, which are slow.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 word, even, odd, less;
+            mov.b32 less, 0x64806480;
+            xor.b32 word, $2, 0x80808080;
+            prmt.b32 even, word, 0x64646464, 0x4240;
+            prmt.b32 odd, word, 0x64646464, 0x4341;
+            sub.rn.f16x2 even, even, less;
+            sub.rn.f16x2 odd, odd, less;
+            mul.rn.f16x2 odd, odd, $3;
+            mul.rn.f16x2 $0, even, $3;
+            mov.b32 $1, odd;
+            }
+            """,
+            "=r,=r,r,r", [pairs, scale], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_blocks(rows, ok, W: tl.constexpr, N: tl.constexpr):
+    """N rows in q8_0 (see `_store_blocks`): scales [N, W / 32], pairs of codes [N, W / 32, 16].
+
+    Rows not `ok` have scales of 0.
+    """
+    block = tl.arange(0, W // 32)
+    at = rows + tl.arange(0, N)[:, None] * (W // 32 * 17) + block[None, :] * 17
+    scale = tl.load(at, mask=ok[:, None], other=0).to(tl.float16, bitcast=True)
+    return scale, tl.load(at[:, :, None] + 1 + tl.arange(0, 16)[None, None, :])
+
+
+@triton.jit
+def gather_q8_0(rows, slot_stride, head_stride, slots, out, W: tl.constexpr):
+    """Keys or values in q8_0, in 16-bit words, of some slots: out [heads, n * 64, W]. Grid (n, heads).
+
+    As `kv_rows.dequantize_q8_0`, bit by bit.
+    """
+    slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
+    t = tl.arange(0, 64)
+    scale, pairs = _load_blocks(rows + slot * slot_stride + tl.program_id(1) * head_stride, t >= 0, W, 64)
+    wide = pairs.to(tl.int32)
+    codes = tl.reshape(tl.join((wide << 24) >> 24, wide >> 8), [64, W // 32, 32]).to(tl.float32)
+    x = tl.reshape(codes * scale.to(tl.float32)[:, :, None], [64, W])
+    first = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 64
+    tl.store(out + (first + t)[:, None] * W + tl.arange(0, W)[None, :], x.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _even_and_odd(scale, pairs, W: tl.constexpr, N: tl.constexpr, EMULATED: tl.constexpr):
+    """What `_load_blocks` loaded, dequantised: the rows' even and their odd columns, f16 [N, W / 2] each."""
+    scale = tl.broadcast_to(scale[:, :, None], [N, W // 32, 16])
+    even, odd = _codes_times_scale(pairs, scale, EMULATED)
+    return tl.reshape(even, [N, W // 2]), tl.reshape(odd, [N, W // 2])
+
+
+@triton.jit
+def _power_below(x):
+    """Of each f32, the greatest power of two that is not above its size."""
+    return (tl.maximum(tl.abs(x), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def attend_split(
-    query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    query, keys, values, table, table_stride, positions, sums, greatest, weights, scale, key_slot, key_head,
+    value_slot, value_head, Q: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, SKIPPED: tl.constexpr,
+    PAD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr, KEY_BLOCKS: tl.constexpr, VALUE_BLOCKS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one KV head over a share of its blocks. Grid (rows * H, SPLITS).
 
+    TOGETHER: positions of a block at once, which bounds shared memory.
     Out: sums [rows, Q, SPLITS, W] not yet divided, greatest score and sum of weights [rows, Q, SPLITS].
+    SKIPPED: of the first KV head's GROUP of query heads so many are another part's; so may be the last one's last.
+    KEY_BLOCKS, VALUE_BLOCKS: they are q8_0, in 16-bit words, and products with them in f16, even and odd columns apart.
     """
     row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
@@ -157,48 +264,90 @@ def attend_split(
     end = tl.minimum(begin + each, all_blocks)
     g = tl.arange(0, PAD)
     w = tl.arange(0, W)
-    t = tl.arange(0, 64)
-    q_row = row * (H * GROUP) + head * GROUP + g
+    t = tl.arange(0, TOGETHER)
+    number = head * GROUP + g - SKIPPED
+    own = (g < GROUP) & (number >= 0) & (number < Q)
+    q_row = row * Q + number
     to = q_row * SPLITS + split
     if begin >= end:  # nothing here, and nobody looks
         return
-    q = tl.load(query + q_row[:, None] * W + w[None, :], mask=(g < GROUP)[:, None], other=0.0)
+    if KEY_BLOCKS:
+        at = query + q_row[:, None] * W + 2 * tl.arange(0, W // 2)[None, :]
+        even = tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)
+        odd = tl.load(at + 1, mask=own[:, None], other=0.0).to(tl.float32)
+        unit = _power_below(tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1)))  # within the range of f16
+        q_even, q_odd = (even / unit[:, None]).to(tl.float16), (odd / unit[:, None]).to(tl.float16)
+        factor = (unit * scale)[:, None]
+    else:
+        q = tl.load(query + q_row[:, None] * W + w[None, :], mask=own[:, None], other=0.0)
+        factor = scale
     top = tl.full([PAD], float("-inf"), tl.float32)
     weight = tl.zeros([PAD], tl.float32)
-    total = tl.zeros([PAD, W], tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        slot = tl.load(table + row * table_stride + block).to(tl.int64)
-        base = slot * slot_stride + head * head_stride
-        position = block * 64 + t
+    if VALUE_BLOCKS:
+        total_even = tl.zeros([PAD, W // 2], tl.float32)
+        total_odd = tl.zeros([PAD, W // 2], tl.float32)
+    else:
+        total = tl.zeros([PAD, W], tl.float32)
+    # From the first position that is seen on: of a part without any no score would be a number.
+    first_part = tl.maximum(begin * (64 // TOGETHER), first // TOGETHER)
+    for part in tl.range(first_part, end * (64 // TOGETHER), num_stages=STAGES):
+        slot = tl.load(table + row * table_stride + (part * TOGETHER) // 64).to(tl.int64)
+        position = part * TOGETHER + t
+        in_block = (part * TOGETHER) % 64
         ok = (position < length) & (position >= first)
-        k = tl.load(keys + base + t[None, :] * W + w[:, None]).to(query.dtype.element_ty)
-        v = tl.load(values + base + t[:, None] * W + w[None, :], mask=ok[:, None], other=0.0)
-        score = tl.where(ok[None, :], tl.dot(q, k) * scale, float("-inf"))
+        key_rows = keys + slot * key_slot + head * key_head + in_block * (W // 32 * 17 if KEY_BLOCKS else W)
+        value_rows = values + slot * value_slot + head * value_head + in_block * (W // 32 * 17 if VALUE_BLOCKS else W)
+        # All is asked for before any of it is needed.
+        if KEY_BLOCKS:
+            k_scale, k_pairs = _load_blocks(key_rows, ok, W, TOGETHER)
+        else:
+            k = tl.load(key_rows + t[None, :] * W + w[:, None]).to(query.dtype.element_ty)
+        if VALUE_BLOCKS:
+            v_scale, v_pairs = _load_blocks(value_rows, ok, W, TOGETHER)
+        else:
+            v = tl.load(value_rows + t[:, None] * W + w[None, :], mask=ok[:, None], other=0.0)
+        if KEY_BLOCKS:
+            k_even, k_odd = _even_and_odd(k_scale, k_pairs, W, TOGETHER, EMULATED)
+            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+        else:
+            score = tl.dot(q, k)
+        score = tl.where(ok[None, :], score * factor, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         p = tl.exp(score - new_top[:, None])
         shrink = tl.exp(top - new_top)
         weight = weight * shrink + tl.sum(p, 1)
-        total = total * shrink[:, None] + tl.dot(p.to(query.dtype.element_ty), v.to(query.dtype.element_ty))
+        if VALUE_BLOCKS:
+            v_even, v_odd = _even_and_odd(v_scale, v_pairs, W, TOGETHER, EMULATED)
+            p = p.to(tl.float16)
+            total_even = tl.dot(p, v_even, total_even * shrink[:, None])
+            total_odd = tl.dot(p, v_odd, total_odd * shrink[:, None])
+        else:
+            total = total * shrink[:, None] + tl.dot(p.to(query.dtype.element_ty), v.to(query.dtype.element_ty))
         top = new_top
-    tl.store(greatest + to, top, mask=g < GROUP)
-    tl.store(weights + to, weight, mask=g < GROUP)
-    tl.store(sums + to[:, None] * W + w[None, :], total, mask=(g < GROUP)[:, None])
+    if VALUE_BLOCKS:
+        total = tl.reshape(tl.join(total_even, total_odd), [PAD, W])
+    tl.store(greatest + to, top, mask=own)
+    tl.store(weights + to, weight, mask=own)
+    tl.store(sums + to[:, None] * W + w[None, :], total, mask=own[:, None])
 
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, MANY: tl.constexpr,
+    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr, LEAD: tl.constexpr,
+    HELD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """The splits of HEADS of the Q query heads joined, as int8. Grid (rows, Q / HEADS).
+    """The splits of the Q query heads joined, as int8, HEADS at a time. Grid (rows, HELD / HEADS).
 
+    Out: rows of HELD heads, LEAD before the Q; those beside the Q are zeros, and somebody else's.
     TOGETHER splits at once, and only those that there are: a short context has few.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, HEADS * W // 32)
     column = tl.arange(0, 32)
-    head = tl.program_id(1) * HEADS + group // (W // 32)
-    in_range = head < Q
+    place = tl.program_id(1) * HEADS + group // (W // 32)
+    head = place - LEAD
+    there = (head >= 0) & (head < Q)
     inside = (group % (W // 32))[:, None] * 32 + column[None, :]
     first_block, all_blocks, each = _share_of_blocks(tl.load(positions + row) + 1, SPLITS, WINDOW)
     best = tl.full([HEADS * W // 32], float("-inf"), tl.float32)
@@ -207,7 +356,7 @@ def attend_merge(
     for done in range(0, SPLITS, TOGETHER):
         if first_block + done * each < all_blocks:
             s = done + tl.arange(0, TOGETHER)
-            ok = (first_block + s * each < all_blocks)[:, None] & in_range[None, :]
+            ok = (first_block + s * each < all_blocks)[:, None] & there[None, :]
             at = (row * Q + head)[None, :] * SPLITS + s[:, None]
             top = tl.load(greatest + at, mask=ok, other=float("-inf"))
             counts = tl.load(weights + at, mask=ok, other=0.0)
@@ -220,7 +369,7 @@ def attend_merge(
             best = new_best
     joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
     group += tl.program_id(1) * (HEADS * W // 32)
-    store_quantized(joined, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, Q * W, MANY)
+    store_quantized(joined, place < HELD, group, row, xq, xs, xsum16, xsum32, spans, halves, HELD * W, MANY)
 
 
 @triton.jit
@@ -250,9 +399,9 @@ def merge_two(
 @triton.jit
 def gate_rows(
     both, both_stride, out, out_stride, xq, xs, xsum16, xsum32, spans, halves, F: tl.constexpr, M: tl.constexpr,
-    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr,
+    GELU: tl.constexpr, QUANT: tl.constexpr, MANY: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M)."""
+    """activation(gate) * up of [rows, gate | up]. Grid (rows, F / 32 / M). SHRINK: what `out` is divided by."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * M + tl.arange(0, M)
     in_range = group < F // 32
@@ -268,7 +417,7 @@ def gate_rows(
     if QUANT:
         store_quantized(y, in_range, group, row, xq, xs, xsum16, xsum32, spans, halves, F, MANY)
     else:
-        tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + row * out_stride + at, (y * (1.0 / SHRINK)).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from ...proto.model import RopeSpec
 from ...proto.placement.plan import Placement
 from ...proto.placement.working import chunk_bucket, chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
+from ..kernels.half import result_type
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.step_ops import Angles
 from .decoder import Segment
@@ -32,9 +33,9 @@ class Buffers:
     """Rows of the largest bucket. `scratch`: what attention needs, and after it what the feed-forward block does."""
 
     hidden: Tensor  # f32 [T, D]
-    normed: Tensor  # bf16 [T, D]
-    partial: Tensor  # bf16 [T, D]
-    scratch: Tensor  # bf16, flat
+    normed: Tensor  # bf16 or f16 [T, D]
+    partial: Tensor  # bf16, or f32 where that is f16 [T, D]
+    scratch: Tensor  # bf16 or f16, flat
     positions: Tensor  # int32 [T]; -1: no row
     tables: dict[tuple[int, int], Tensor]  # slots by block of each bundle
     angles: dict[int, Mapping[RopeSpec, Angles]]  # by bucket
@@ -44,12 +45,12 @@ class Buffers:
         spec, device = decoder.spec, decoder.device
 
         def halves(columns: int) -> Tensor:
-            return torch.zeros(rows * columns, dtype=torch.bfloat16, device=device)
+            return torch.zeros(rows * columns, dtype=decoder.dtype, device=device)
 
         return cls(
             hidden=torch.zeros((rows, spec.hidden), dtype=torch.float32, device=device),
             normed=halves(spec.hidden).view(rows, spec.hidden),
-            partial=halves(spec.hidden).view(rows, spec.hidden),
+            partial=torch.zeros((rows, spec.hidden), dtype=result_type(decoder.dtype), device=device),
             scratch=halves(chunk_scratch_columns(spec, placement, rank)),
             positions=torch.full((rows,), -1, dtype=torch.int32, device=device),
             tables={bundle: torch.zeros(blocks, dtype=torch.int64, device=device) for bundle in decoder.bundles},
@@ -221,7 +222,7 @@ class _LayerOfChunk:
         if len(set(widths)) > 1:
             inner = buffers.scratch[bucket * 2 * width : bucket * 3 * width].view(bucket, width)
         self._decoder.gate_parts(both, self._columns, inner)
-        self._side_by_side(inner, [part.down for part in self._columns])
+        self._side_by_side(inner, [part.down for part in self._columns], self._decoder.gain)
 
     def end(self) -> None:
         """The feed-forward half ended, and the next layer's norm."""
@@ -244,9 +245,10 @@ class _LayerOfChunk:
         size = self._bucket * self._head_columns
         return self._buffers.scratch[place * size : (place + 1) * size].view(self._bucket, -1, self._width)
 
-    def _side_by_side(self, x_TC: Tensor, parts: Sequence[object]) -> None:
+    def _side_by_side(self, x_TC: Tensor, parts: Sequence[object], gain: float = 1.0) -> None:
         matrices = _matrices(parts)
-        quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, matrices), matrices, self._partial)
+        padded = quant_matrix.padded_together(x_TC, matrices)
+        quant_matrix.multiply_side_by_side(padded, matrices, self._partial, gain)
 
     def _finish(self, partial: Tensor | None, weight: Tensor, post_weight: Tensor | None) -> None:
         buffers, epsilon = self._buffers, self._decoder.spec.norm_epsilon

@@ -21,6 +21,7 @@ from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_ops import QuantizedRows
 from ..requests import RequestState
+from ..weights.layer import LayerWeights, PartWeights
 from .device_decoder import DeviceDecoder
 from .step_parts import (
     BUCKETS,
@@ -41,7 +42,7 @@ from .step_parts import (
 def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     """Whether this rank's own parts are all such as the kernels of a step take."""
     return head_fits(spec, decoder) and all(
-        layer.own.query_heads > 0 and layer.own.feed_forward > 0 and part_fits(layer.own, layer, facts)
+        part_fits(layer.own, facts)
         for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)
     )
 
@@ -211,15 +212,13 @@ class DecodeSteps:
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
-            part, last = layer.own, number + 1 == len(layers)
-            table = bucket.tables[self._placement.stage_of(number)]
-            attended = bucket.room.attend(part, number, bucket, table)
-            sent = self._multiply_and_send(part.attention_output, attended, bucket)
+            last = number + 1 == len(layers)
+            sent = self._attention(layer, number, bucket)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
                 bucket.normed, exchange, sent,
             )  # fmt: skip
-            sent = self._multiply_and_send(part.down, bucket.room.gate(part, bucket), bucket)
+            sent = self._feed_forward(layer.own, bucket)
             step_ops.finish_half(
                 bucket.partial, bucket.hidden, weights.output_norm if last else layers[number + 1].attention_norm,
                 layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
@@ -230,12 +229,33 @@ class DecodeSteps:
         first_id = self._placement.vocab[exchange.rank].first
         step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)
 
-    def _multiply_and_send(self, matrix: object, x: QuantizedRows, bucket: _Bucket) -> bool:
+    def _attention(self, layer: LayerWeights, number: int, bucket: _Bucket) -> bool:
+        """The own heads' share, to `bucket.partial`; whether the other ranks are told already."""
+        part, sent = layer.own, False
+        bias = layer.attention_output_bias if self._exchange.rank == 0 else None  # once in the sum
+        if part.query_heads:
+            table = bucket.tables[self._placement.stage_of(number)]
+            attended = bucket.room.attend(part, number, bucket, table)
+            sent = self._multiply(part.attention_output, attended, bucket, may_send=bias is None)
+        else:
+            bucket.partial.zero_()
+        if bias is not None:
+            bucket.partial += bias
+        return sent
+
+    def _feed_forward(self, part: PartWeights, bucket: _Bucket) -> bool:
+        """The own columns' share, likewise."""
+        if part.feed_forward:
+            return self._multiply(part.down, bucket.room.gate(part, bucket), bucket)
+        bucket.partial.zero_()
+        return False
+
+    def _multiply(self, matrix: object, x: QuantizedRows, bucket: _Bucket, may_send: bool = True) -> bool:
         """Into `bucket.partial`; whether the other ranks are told already.
 
         Each rank decides for itself and for each product: what arrives is the same, whoever sends it.
         """
         quantised = as_quantised(matrix)
-        sends = self._exchange.ranks > 1 and quantised.tells_ranks
+        sends = may_send and self._exchange.ranks > 1 and quantised.tells_ranks
         quantised.multiply_quantized(x, bucket.partial, self._exchange if sends else None)
         return sends

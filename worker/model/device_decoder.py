@@ -4,22 +4,23 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ...proto.ids import KvType, Layout
-from ...proto.kv import KvFormat
+from ...proto.ids import Layout
+from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import deep_attention, quant_matrix, step_ops
-from ..kernels.attention import attend
+from ..kernels.attention import attend, attend_by_library
+from ..kernels.half import gain_of, result_type
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
-from ..kv import KvStore
+from ..kv import KvStore, SlotRun
 from ..weights.layer import LayerWeights, PartWeights, Weights
 from .decoder import Decoder, Segment
 
@@ -38,16 +39,16 @@ class Chunks(Protocol):
 
 
 class DeviceDecoder(Decoder):
-    """Layers, norms and head of one rank on a GPU, in bf16."""
+    """Layers, norms and head of one rank on a GPU, in bf16 or f16."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: KvStore, stage_of_layer: Sequence[int], dtype: torch.dtype,
         device: torch.device, all_reduce: Callable[[Tensor], Tensor], sum_in_place: Callable[[Tensor], object],
-        kv_format: KvFormat, embedding: EmbeddingTable,
+        embedding: EmbeddingTable,
     ) -> None:
         super().__init__(spec, weights, kv, stage_of_layer, dtype, device, all_reduce)
         self.embedding = embedding
-        self.fused = fits_kernels(spec, kv_format) and all(
+        self.fused = fits_kernels(spec) and all(
             part.feed_forward % 32 == 0 for layer in weights.layers for part in layer.parts
         )
         self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
@@ -112,7 +113,7 @@ class DeviceDecoder(Decoder):
 
     def place(self, layer: int, part: int) -> KvPlace:
         region = self._kv.region((self._stage_of_layer[layer], part), layer)
-        return KvPlace(region.keys, region.values)
+        return KvPlace.of(region.keys, region.values)
 
     def layers(self, hidden_TD: Tensor, layers: Iterable[int], layout: Layout, segments: Sequence[Segment]) -> Tensor:
         """As the base class; the input is left as it is."""
@@ -188,12 +189,17 @@ class DeviceDecoder(Decoder):
             )  # fmt: skip
             column, first_head = column + columns, first_head + part.query_heads
 
+    @property
+    def gain(self) -> float:
+        """What `gate_parts` divides by, and the product behind it multiplies by."""
+        return gain_of(self._dtype)
+
     def gate_parts(self, both_TF: Tensor, parts: Sequence[PartWeights], inner_TF: Tensor) -> None:
-        """Each part's gate | up to its columns of `inner_TF`."""
-        first = 0
+        """Each part's gate | up to its columns of `inner_TF`; where these are of the compute type, by `gain`."""
+        first, shrink = 0, self.gain if inner_TF.dtype is self._dtype else 1.0
         for part in parts:
             end = first + part.feed_forward
-            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end])
+            step_ops.gate(both_TF[:, 2 * first : 2 * end], self._spec.activation, inner_TF[:, first:end], shrink)
             first = end
 
     def _table(self, bundle: tuple[int, int], segments: Sequence[Segment]) -> Table:
@@ -226,20 +232,34 @@ class DeviceDecoder(Decoder):
         window, length = facts.sliding_window, segment.start + segment.rows
         first = max(0, segment.start + 1 - window) if window else 0
         bundle = (self._stage_of_layer[layer], part.part)
-        key_HLW, value_HLW = self._kv.read(bundle, layer, segment.state.slots[bundle], first, length)
-        even = part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
-        if not even or segment.rows == 1 or (window and length > window):
-            how = (part.kv_head_of_query, scale, window, self._dtype)
-            attended.copy_(attend(query_TQW, key_HLW, value_HLW, *how))
+        region, run = self._kv.region(bundle, layer), segment.state.slots[bundle]
+        key_HLW, value_HLW = (self._gather(rows, run, first, length) for rows in (region.keys, region.values))
+        for queries, heads in head_runs(part):
+            how = query_TQW[:, queries], key_HLW[heads], value_HLW[heads], attended[:, queries]
+            self._attend_evenly(*how, segment, scale, window)
+
+    def _attend_evenly(
+        self, query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, attended: Tensor, segment: Segment, scale: float,
+        window: int,
+    ) -> None:
+        """As many queries to each KV head."""
+        heads, group = key_HLW.shape[0], query_TQW.shape[1] // key_HLW.shape[0]
+        if segment.rows == 1 or (window and segment.start + segment.rows > window):
+            kv_head_of_query = tuple(head // group for head in range(heads * group))
+            attended.copy_(attend(query_TQW, key_HLW, value_HLW, kv_head_of_query, scale, window, self._dtype))
         elif deep_attention.serves(self._device):
             deep_attention.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
-            result = functional.scaled_dot_product_attention(
-                query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None],
-                attn_mask=causal_lower_right(segment.rows, length), scale=scale,
-                enable_gqa=part.kv_heads != part.query_heads,
-            )  # fmt: skip
-            attended.copy_(result[0].transpose(0, 1))
+            mask = causal_lower_right(segment.rows, key_HLW.shape[1])
+            attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, mask, scale))
+
+    def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
+        """As the store's own, q8_0 in one pass: [H, n, W]."""
+        if rows.dtype is not torch.uint8:
+            return self._kv.gather(rows, run, first, length)
+        skipped = first // BLOCK_TOKENS
+        joined = step_ops.gather_blocks(rows, run.index[skipped : block_count(length)], self._dtype)
+        return joined[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
 
     def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
         """All parts' columns of the feed-forward block: [T, D]."""
@@ -248,13 +268,15 @@ class DeviceDecoder(Decoder):
             return _no_part(normed_TD)
         both_TF = _stacked(normed_TD, [part.gate_up for part in parts])
         width = sum(part.feed_forward for part in parts)
-        inner_TF = torch.empty((normed_TD.shape[0], width), dtype=self._dtype, device=self._device)
+        rows = normed_TD.shape[0]
+        dtype = self._dtype if rows > FEW_ROWS else result_type(self._dtype)
+        inner_TF = torch.empty((rows, width), dtype=dtype, device=self._device)
         self.gate_parts(both_TF, parts, inner_TF)
-        return _side_by_side(inner_TF, [part.down for part in parts])
+        return _side_by_side(inner_TF, [part.down for part in parts], self.gain)
 
 
-def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
-    """Whether the kernels between the products cover this model and cache."""
+def fits_kernels(spec: ModelSpec) -> bool:
+    """Whether the kernels between the products cover this model, whatever the types of its cache."""
     widths = {(layer.key_width, layer.value_width) for layer in spec.layers}
     return (
         all(key == value and key in (32, 64, 128, 256) for key, value in widths)
@@ -265,14 +287,19 @@ def fits_kernels(spec: ModelSpec, kv_format: KvFormat) -> bool:
         )
         and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
         and spec.hidden % 32 == 0
-        and KvType.Q8_0 not in (kv_format.key, kv_format.value)
-        and kv_format.key == kv_format.value
     )
 
 
-def even_groups(kv_heads: int, group: int) -> tuple[int, ...]:
-    """The KV head of each query head where every KV head has its whole group: what the kernels take."""
-    return tuple(head // group for head in range(kv_heads * group))
+def head_runs(part: PartWeights) -> Iterator[tuple[slice, slice]]:
+    """Runs of a part's query heads, and of the KV heads these read, with as many of the former to each of the latter.
+
+    One run where groups are whole: a group that a part begins or ends inside is one of its own.
+    """
+    query = kv = 0
+    for count, alike in groupby(part.kv_head_of_query.count(head) for head in range(part.kv_heads)):
+        heads = len(list(alike))
+        yield slice(query, query + heads * count), slice(kv, kv + heads)
+        query, kv = query + heads * count, kv + heads
 
 
 def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
@@ -286,11 +313,11 @@ def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
 def _no_part(normed_TD: Tensor) -> Tensor:
     """What a rank without a part adds to the sum: zeros in the type of the others' products (`_side_by_side`)."""
     few = normed_TD.shape[0] <= FEW_ROWS
-    return torch.zeros_like(normed_TD, dtype=torch.float32 if few else torch.bfloat16)
+    return torch.zeros_like(normed_TD, dtype=torch.float32 if few else result_type(normed_TD.dtype))
 
 
-def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
-    """`x`: the owned columns of each matrix, joined."""
+def _side_by_side(x_TC: Tensor, matrices: Sequence[object], gain: float = 1.0) -> Tensor:
+    """`x`: the owned columns of each matrix, joined; many rows were divided by `gain`."""
     quantised = [as_quantised(matrix) for matrix in matrices]
     widths = [matrix.columns for matrix in quantised]
     if x_TC.shape[0] <= FEW_ROWS:
@@ -299,7 +326,7 @@ def _side_by_side(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
         for other in others:
             first = first + other
         return first
-    return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised)
+    return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised, gain=gain)
 
 
 def _matrices_of(part: PartWeights) -> tuple[QuantMatrix, ...]:

@@ -46,7 +46,7 @@ def can_step_in_layers(spec: ModelSpec, decoder: DeviceDecoder, layers: Iterable
     """Whether all parts of these layers and this rank's rows of the head are such as the kernels of a step take."""
     weights = decoder.weights.layers
     return head_fits(spec, decoder) and all(
-        part_fits(part, weights[layer], spec.layers[layer]) for layer in layers for part in weights[layer].parts
+        part_fits(part, spec.layers[layer]) for layer in layers for part in weights[layer].parts
     )
 
 
@@ -245,6 +245,8 @@ class LayerSteps:
                 bucket,
                 [partial(self._attention, bucket, room, part, number) for part, room in parts if part.query_heads],
             )
+            if layer.attention_output_bias is not None:
+                shares[0] += layer.attention_output_bias  # once in the sum
             step_ops.finish_half(
                 shares, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon, bucket.normed
             )

@@ -14,11 +14,11 @@ from ..kernels import step_ops
 from ..kernels.matrix import AnyMatrix
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.quant_ops import QuantizedRows
-from ..kernels.step_ops import SplitBuffers, StepState
+from ..kernels.step_ops import PartHeads, SplitBuffers, StepState
 from ..kv import Bundle, SlotRun
 from ..requests import RequestState
-from ..weights.layer import LayerWeights, PartWeights
-from .device_decoder import DeviceDecoder, even_groups
+from ..weights.layer import PartWeights
+from .device_decoder import DeviceDecoder
 
 BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
 MOST_STEPS = 64  # between two looks at the results
@@ -53,14 +53,26 @@ def head_fits(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     return isinstance(head, QuantMatrix) and head.whole_blocks and head.rows > 0
 
 
-def part_fits(part: PartWeights, layer: LayerWeights, facts: LayerSpec) -> bool:
-    """Whether a part's half blocks are; it may lack either."""
-    return (
-        layer.attention_output_bias is None
-        and all(isinstance(matrix, QuantMatrix) and matrix.whole_blocks for matrix in matrices_of(part))
-        and part.feed_forward % 32 == 0
-        and part.kv_head_of_query == even_groups(part.kv_heads, facts.query_heads // facts.kv_heads)
-    )
+def part_fits(part: PartWeights, facts: LayerSpec) -> bool:
+    """Whether a part's half blocks are; it may lack either.
+
+    What is held of `attention_output` beside its own columns must be other parts' whole heads; of `down` there is
+    nothing, since feed-forward blocks are cut between quant blocks.
+    """
+    if not all(isinstance(matrix, QuantMatrix) for matrix in matrices_of(part)) or part.feed_forward % 32:
+        return False
+    if part.query_heads:
+        output = as_quantised(part.attention_output)
+        if output.lead % facts.value_width or output.tail % facts.value_width:
+            return False
+    return not part.feed_forward or as_quantised(part.down).whole_blocks
+
+
+def heads_of(part: PartWeights, facts: LayerSpec) -> PartHeads:
+    """A part's run of query heads may begin and end inside a KV head's group."""
+    group = facts.query_heads // facts.kv_heads
+    skipped = group - part.kv_head_of_query.count(0) if part.kv_heads > 1 else 0
+    return PartHeads(part.query_heads, part.kv_heads, group, skipped)
 
 
 def matrices_of(part: PartWeights) -> list[AnyMatrix]:
@@ -140,16 +152,20 @@ class PartRoom:
         query = max(part.query_heads * facts.key_width for part, facts in parts)
         forward = max(part.feed_forward for part, _ in parts)
         projected = max(as_quantised(part.qkv).rows if part.query_heads else 0 for part, _ in parts)
+        held = max(as_quantised(part.attention_output).held_columns if part.query_heads else 0 for part, _ in parts)
         self._size, self._decoder, self._split_count = size, decoder, splits
         self.projected = torch.zeros((size, projected), dtype=torch.float32, device=device)
         self.both = torch.zeros((size, 2 * forward), dtype=torch.float32, device=device)
         self.query = torch.zeros((size, query), dtype=decoder.dtype, device=device)
-        self.attended = QuantizedRows.empty(size, query, device)
+        self.attended = QuantizedRows.empty(size, held, device)
         self.inner = QuantizedRows.empty(size, forward, device)
         self.splits: dict[tuple[int, int], SplitBuffers] = {}  # by heads and width
 
     def attend(self, part: PartWeights, number: int, batch: BatchBuffers, table: Tensor) -> QuantizedRows:
-        """The part's heads of layer `number` but for the last product: project, rotate into the cache, attend."""
+        """The part's heads of layer `number` but for the last product: project, rotate into the cache, attend.
+
+        As the last product takes them: with zeros for the heads that its matrix holds beside the part's.
+        """
         spec, decoder = self._decoder.spec, self._decoder
         layer, facts = decoder.weights.layers[number], spec.layers[number]
         heads, width, positions = part.query_heads, facts.key_width, batch.state.positions
@@ -167,10 +183,11 @@ class PartRoom:
             projected, part.qkv_bias, norms, batch.angles[facts.rope], spec.norm_epsilon, positions, table,
             table.stride(0), query, place, heads, part.kv_heads,
         )  # fmt: skip
-        attended = self.attended.narrowed(heads * width)
+        output = as_quantised(part.attention_output)
+        attended = self.attended.narrowed(output.held_columns)
         step_ops.attend_cached(
-            query, place, table, positions, spec.attention_scale, facts.sliding_window, part.kv_heads,
-            self.splits[heads, width], attended,
+            query, place, table, positions, spec.attention_scale, facts.sliding_window, heads_of(part, facts),
+            self.splits[heads, width], attended, output.lead // width,
         )  # fmt: skip
         return attended
 

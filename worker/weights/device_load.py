@@ -56,11 +56,12 @@ class Uploader:
 class DeviceLoader:
     """Builds `QuantMatrix`es that share one workspace."""
 
-    def __init__(self, files: MappedModel, device: torch.device) -> None:
+    def __init__(self, files: MappedModel, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: bf16 or f16, of what is expanded and of types without planes."""
         self._files, self._device = files, device
         self._readers = Readers(min(MOST_READERS, torch.get_num_threads()))
         self._uploader = Uploader(device, self._readers)
-        self.workspace = Workspace(device)
+        self.workspace = Workspace(device, dtype)
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
@@ -69,7 +70,7 @@ class DeviceLoader:
         batch_kernels.compile_ahead(planes, rank, ranks, self._device)
 
     def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
-        """The cuts below one another. Types without planes are held in bf16."""
+        """The cuts below one another. Types without planes are held in the compute type."""
         first_cut = cuts[0][1]
         lead = first_cut.owned.first - first_cut.held.first
         tail = first_cut.held.end - first_cut.owned.end
@@ -112,7 +113,7 @@ class DeviceLoader:
             read = partial(self._upload_rows, tensor, cut.rows, cut.held)
             at_once = max(1, SORTED_BYTES * len(cut.rows) // max(1, cut_bytes(tensor, cut)))
             return sort_by_rows(tensor.type_name, len(cut.rows), at_once, read)
-        dense = torch.empty((len(cut.rows), len(cut.held)), dtype=torch.bfloat16, device=self._device)
+        dense = torch.empty((len(cut.rows), len(cut.held)), dtype=self.workspace.dtype, device=self._device)
         for offset, values in self._files.rows(tensor, cut.rows, cut.held):
             dense[offset : offset + len(values)] = torch.from_numpy(values)
         return dense

@@ -39,10 +39,10 @@ class WeightLoader:
         self._spec, self._placement, self._rank, self._files = spec, placement, rank, files
         self._dtype, self._device, self._ledger, self._note = dtype, device, ledger, note
         self._device_loader: DeviceLoader | None = None
-        if device.type == "cuda" and dtype is torch.bfloat16:
+        if device.type == "cuda" and dtype is not torch.float32:
             from . import device_load  # late: the kernels behind it need a GPU's compiler
 
-            self._device_loader = device_load.DeviceLoader(files, device)
+            self._device_loader = device_load.DeviceLoader(files, device, dtype)
 
     def matrix_cuts(self) -> Iterator[list[Cut]]:
         """What each matrix is made of that this rank runs in some layout."""

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """One piece of a matrix: planes of a type (four tensors, some empty), or dense bf16 where `type_name` is None."""
+    """One piece of a matrix: planes of a type (four tensors, some empty), or dense where `type_name` is None."""
 
     type_name: str | None
     rows: int
@@ -72,8 +72,10 @@ class PartPlan:
     byte_count: int
 
 
-def plan_part(bias_rows: int | None, cuts: dict[str, list[Cut]]) -> PartPlan:
-    """`bias_rows` None: the part has no bias."""
+def plan_part(
+    bias_rows: int | None, cuts: dict[str, list[Cut]], dense_type: torch.dtype = torch.bfloat16
+) -> PartPlan:
+    """`bias_rows` None: the part has no bias. `dense_type`: 16-bit floats, of types without planes."""
     end = 0
     bias = None
     if bias_rows is not None:
@@ -84,7 +86,7 @@ def plan_part(bias_rows: int | None, cuts: dict[str, list[Cut]]) -> PartPlan:
         pieces = []
         for type_name, rows, columns in stacked_pieces(of_field):
             places = []
-            for shape, dtype in _tensor_shapes(type_name, rows, columns):
+            for shape, dtype in _tensor_shapes(type_name, rows, columns, dense_type):
                 places.append(Place(shape, dtype, end))
                 end = _aligned(places[-1].end_byte)
             pieces.append(PiecePlan(type_name, rows, columns, tuple(places)))
@@ -109,9 +111,11 @@ def stacked_pieces(cuts: Sequence[Cut]) -> Iterator[tuple[str | None, int, int]]
         yield last
 
 
-def _tensor_shapes(type_name: str | None, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _tensor_shapes(
+    type_name: str | None, rows: int, columns: int, dense_type: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if type_name is None:
-        return [((rows, columns), torch.bfloat16)]
+        return [((rows, columns), dense_type)]
     block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     one_row = from_gguf(type_name, torch.zeros((1, columns // block_values * block_bytes), dtype=torch.uint8))
     return [

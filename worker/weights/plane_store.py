@@ -44,12 +44,13 @@ class PlaneStore:
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: int, loader: WeightLoader, weights: Weights,
         to_tensor: Migration, make_matrix: MakeMatrix, ledger: MemoryLedger, device: torch.device,
-        host_room_bytes: int = 0,
+        host_room_bytes: int = 0, dense_type: torch.dtype = torch.bfloat16,
     ) -> None:
         """Moves the parts that are here already to their places. `to_tensor`: the way to the tensor layout.
 
         `host_room_bytes`: what copies of parts may take of the host's memory; none are kept where not all have room.
         """
+        self._dense_type = dense_type
         self._spec, self._placement, self._loader, self._weights = spec, placement, loader, weights
         self._make_matrix, self._ledger, self._device = make_matrix, ledger, device
         self._plans: dict[Key, PartPlan] = {}
@@ -109,7 +110,8 @@ class PlaneStore:
         """The moves' parts, the largest first: places are shared by parts alike in size."""
         keys = [(move.layer, move.part) for move in moves]
         for key in keys:
-            self._plans[key] = plan_part(bias_rows(self._spec, self._placement, *key), self._loader.cuts(*key))
+            bias = bias_rows(self._spec, self._placement, *key)
+            self._plans[key] = plan_part(bias, self._loader.cuts(*key), self._dense_type)
         return sorted(keys, key=lambda key: -self._plans[key].byte_count)
 
     def _share_place(self, here: Key | None, there: Key | None) -> None:

@@ -133,12 +133,15 @@ def test_copies_through_host_memory_are_a_note() -> None:
 
 
 def test_a_card_that_is_too_old_or_busy_or_in_a_narrow_slot_is_told() -> None:
-    old = msgspec.structs.replace(DEVICES[0], capability=(7, 5))
+    old = msgspec.structs.replace(DEVICES[0], capability=(7, 0))
     busy = msgspec.structs.replace(DEVICES[1], free_bytes=GIBIBYTE)
     facts = gpu_machine(devices=(old, busy))
     assert check(facts, "cuda:0").verdict is Verdict.PROBLEM
-    assert check(facts, "cuda:0").advice.startswith("needs compute capability 8.0 or more")
+    assert check(facts, "cuda:0").advice.startswith("needs compute capability 7.5 or more")
     assert check(facts, "cuda:1").verdict is Verdict.NOTE
+    older = check(gpu_machine(devices=(msgspec.structs.replace(DEVICES[0], capability=(7, 5)),)), "cuda:0")
+    assert older.verdict is Verdict.NOTE
+    assert "f16" in older.advice
     narrow = (msgspec.structs.replace(CARDS[0], link_width=4), CARDS[1])
     found = check(replace(GPU_MACHINE, cards=narrow), "cuda:0")
     assert found.verdict is Verdict.NOTE
@@ -234,6 +237,9 @@ def test_on_cards_the_weights_stay_in_the_files_types(
     assert checks[-1].verdict == "problem"
     _, checks = told(GPU_MACHINE, str(smollm2_path), "--workers", "2", "--device", "cpu")
     assert "fits in f32" in checks[-1].found
+    older = gpu_machine(devices=(msgspec.structs.replace(DEVICES[0], capability=(7, 5)), DEVICES[1]))
+    _, checks = told(older, str(smollm2_path), "--workers", "2")
+    assert "fits in the file's types" in checks[-1].found
     exit_code, checks = told(GPU_MACHINE, str(smollm2_path), "--workers", "3", "--device", "cuda")
     assert (exit_code, checks[-1].found) == (1, "3 workers, 2 CUDA devices")
 
