@@ -27,12 +27,13 @@ from ..proto.reports import AnyReport, MemoryReported, SpanKind, TickFinished, W
 from .costs import CostMeter
 from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
+from .kernels.exchange import DRAW_KEYS
 from .kv import KvStore
 from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes
 from .model.decoder import Decoder
 from .moves import MovesUnderWay
 from .requests import OpenRequests
-from .sampling import Sampler, is_plain_greedy
+from .sampling import Sampler, is_plain_greedy, suits_device
 from .shift import Shifter
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
@@ -86,6 +87,9 @@ class LoadedModel:
             case OpenRequest():
                 self.requests.open(command.request, command.layout, command.table)
                 self.requests[command.request].greedy = is_plain_greedy(command.sampling)
+                self.requests[command.request].device_draws = suits_device(
+                    command.sampling, self.load.spec.vocab, DRAW_KEYS
+                )
                 if self.sampler is not None:
                     self.sampler.open(command.request, command.sampling, command.prompt, command.sampled)
                 return None

@@ -43,6 +43,7 @@ class RequestState:
     layout: Layout
     slots: dict[Bundle, SlotRun]
     greedy: bool = False  # the next token is the greatest logit's, and nothing else is asked for
+    device_draws: bool = False  # it is that, or drawn by a chain that devices can run by themselves
     last_token: int = -1
     sampled_at_seconds: float = 0.0  # monotonic clock of this rank
     shift: ShiftInProgress | None = None

@@ -23,10 +23,11 @@ Logprobs are those of the model, not of the chain: the log-softmax of the logits
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import inf, isfinite, log
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.errors import ProtocolError
@@ -200,6 +201,20 @@ class RequestSampler:
             return best
         return in_falling_order(logits_V, torch.arange(logits_V.numel(), device=logits_V.device))
 
+    def chain(self) -> tuple[float, float, float, float]:
+        """What a device wants of the chain: the temperature, top_k, top_p, and the log of min_p."""
+        parameters = self.parameters
+        if parameters.temperature < GREEDY_BELOW:
+            return 1.0, 1.0, 1.0, -inf
+        min_p = log(parameters.min_p) if parameters.min_p > 0.0 else -inf
+        return parameters.temperature, float(parameters.top_k), parameters.top_p, min_p
+
+    def uniforms(self, count: int) -> list[float]:
+        """Random numbers of the next tokens, which these are then: `choose` goes on behind them. Greedy: none drawn."""
+        if self.parameters.temperature < GREEDY_BELOW:
+            return [0.0] * count
+        return [self._uniform() for _ in range(count)]
+
     def _uniform(self) -> float:
         """In [0, 1)."""
         return float((int(self._random.random_raw()) >> 11) * 2.0**-53)
@@ -257,6 +272,16 @@ class Sampler:
         top = likeliest(logits_V, total, sampler.parameters.logprobs)
         return SampledToken(request, token, float(logits_V[token]) - total, top)
 
+    def drawn(self, requests: Sequence[RequestId], steps: int) -> Tensor:
+        """What a device needs to choose the next tokens of these requests: f64 [4 + steps, requests].
+
+        Their chains (`RequestSampler.chain`), then a uniform number a step. All `steps` must be run: their numbers are
+        used up. The chains must suit (`suits_device`).
+        """
+        samplers = [self._open(request) for request in requests]
+        columns = [[*sampler.chain(), *sampler.uniforms(steps)] for sampler in samplers]
+        return torch.tensor(columns, dtype=torch.float64).T
+
     def accept(self, request: RequestId, token: int) -> None:
         """A token that was not chosen here enters the history."""
         self._open(request).accept(token)
@@ -281,6 +306,13 @@ def is_plain_greedy(parameters: SamplingParameters) -> bool:
         and not parameters.logit_bias
         and parameters.logprobs == 0
     )
+
+
+def suits_device(parameters: SamplingParameters, vocab: int, most: int) -> bool:
+    """Whether a device can choose the next tokens by itself, from the `most` greatest logits; the same on all ranks."""
+    if parameters.temperature < GREEDY_BELOW:
+        return is_plain_greedy(parameters)
+    return is_plain_greedy(replace(parameters, temperature=0.0)) and 0 < parameters.top_k <= min(most, vocab - 1)
 
 
 def log_sum(logits_V: Tensor | np.ndarray) -> float:

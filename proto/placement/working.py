@@ -27,13 +27,15 @@ MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/at
 KEPT_MASKS = 4
 BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
 BUCKET_STEPS = 64
+DRAW_KEYS = 64  # greatest logits of a row that a sampled choice is made among (kernels/draw_ops.py)
+DRAW_BLOCK, WIDE_VOCAB = 2048, 1 << 17
 LAUNCHES_A_PART = 9  # of a layer in a step
 ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens
 DEEP_CONTEXT = 8192
 SMALL_CHUNK_BUCKETS = (64, 128)
 CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
-GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
+GRAPH_BYTES = 12 * MEBIBYTE  # captured steps of a batch size: their nodes' arguments and what their launches keep
 LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
 LIBRARY_BYTES = 32 * MEBIBYTE  # the matrix library's own buffers on a GPU
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
@@ -311,7 +313,7 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     splits = heads * ATTENTION_SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
     table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
-    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4
+    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4 + _draw_bytes(placement, rank)
     sizes = _captured_batches(case)
     quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, query, forward))
     return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
@@ -324,6 +326,7 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
     table = block_count(case.context_tokens) + 1
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
     row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * BUCKET_STEPS * 4
+    row += _draw_bytes(placement, rank)
     quantised, launches = [spec.hidden], len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
     for part in range(placement.ranks if len(stage) else 0):
         facts = [(placement.layers[layer].parts[part], spec.layers[layer]) for layer in stage]
@@ -341,6 +344,14 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
     return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
 
 
+def _draw_bytes(placement: Placement, rank: int) -> int:
+    """A row's room for sampled choices."""
+    vocab = len(placement.vocab[rank])
+    group = 32 if vocab <= WIDE_VOCAB else 64
+    groups = -(-vocab // DRAW_BLOCK) * (DRAW_BLOCK // group)
+    return 8 * (groups + DRAW_KEYS * (group + placement.ranks + 2) + 4 + BUCKET_STEPS)
+
+
 def _quantised_bytes(rows: int, columns: int) -> int:
     """Activations in int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
     if rows == 1:
@@ -355,4 +366,5 @@ def _captured_batches(case: WorkingCase) -> list[int]:
 
 def _inbox_bytes(spec: ModelSpec, placement: Placement) -> int:
     """What other ranks write their sums and choices into."""
-    return 4 * placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)
+    words = 2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS + 2 * 4 * DRAW_KEYS
+    return 4 * placement.ranks * INBOX_ROWS * words

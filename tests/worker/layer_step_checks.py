@@ -24,16 +24,19 @@ from gearshift.proto.placement import working
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
 from gearshift.proto.placement.working import WorkingCase
+from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
 from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
+from gearshift.worker.sampling import Sampler
 from gearshift.worker.weights import device_load
 
 CPU = torch.device("cpu")
@@ -53,6 +56,8 @@ def bytes_of(item: object) -> int:
         match rest.pop():
             case torch.Tensor() as tensor:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            case DrawBuffers() as draws:
+                rest += [getattr(draws, one.name) for one in fields(draws) if one.name != "host_tables"]
             case dict() as several:
                 rest += several.values()
             case list() | tuple() as several:
@@ -161,6 +166,42 @@ def check_decode_steps(folder: Path) -> Iterator[tuple[str, float, float]]:
         state.last_token = token
     found += steps.run(stage.states, [place + 3 for place in POSITIONS], 1).ids
     yield "decode steps: tokens", float(found != wanted.ids), 0.5
+    for state, token in zip(stage.states, tokens, strict=True):
+        state.last_token = token
+    yield from check_drawn_steps(stage, steps, before)
+
+
+def check_drawn_steps(stage: Stage, steps: DecodeSteps, before: torch.Tensor) -> Iterator[tuple[str, float, float]]:
+    """Tokens drawn inside, greedy ones among them, are those that the sampler draws of each step's logits."""
+    chains = [SamplingParameters(seed=1), SamplingParameters(temperature=0.0), SamplingParameters(seed=2, top_k=3)]
+    alone, inside, layers = (Sampler(stage.spec.vocab) for _ in range(3))
+    requests = [state.request for state in stage.states]
+    for request, chain in zip(requests, chains, strict=True):
+        for sampler in (alone, inside, layers):
+            sampler.open(request, chain, ())
+    start = [state.last_token for state in stage.states]
+    stage.kv.arena.copy_(before)
+    first = steps.begin(stage.states, POSITIONS, 2, lambda count: inside.drawn(requests, count))
+    places = [place + 2 for place in POSITIONS]
+    second = steps.begin(stage.states, places, 2, lambda count: inside.drawn(requests, count))
+    assert first is not None
+    assert second is not None
+    one, other = first.result(), second.result()
+    ids, logprobs = one.ids + other.ids, one.logprobs + other.logprobs
+    stage.kv.arena.copy_(before)
+    found = stage.steps.run(stage.states, POSITIONS, 4, lambda count: layers.drawn(requests, count))
+    yield "drawn steps: both layouts alike", float(found.ids != ids), 0.5
+    stage.kv.arena.copy_(before)
+    tokens, wrong, far = start, 0, 0.0
+    for step, line in enumerate(ids):
+        rows = steps.logits(stage.states, tokens, [place + step for place in POSITIONS])
+        for request, row, token, logprob in zip(requests, rows, line, logprobs[step], strict=True):
+            wanted = alone.choose(request, row)
+            wrong += wanted.token != token
+            far = max(far, abs(wanted.logprob - logprob))
+        tokens = line
+    yield "drawn steps: tokens", float(wrong), 0.5
+    yield "drawn steps: logprobs", far, 1e-5
 
 
 def main() -> int:

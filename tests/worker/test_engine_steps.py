@@ -16,6 +16,7 @@ from gearshift.tests.helpers.specs import layer_spec, model_spec
 from gearshift.worker.engine import Engine, TickOutput
 from gearshift.worker.links.open import Links
 from gearshift.worker.links.tensor_group import LoneTensorGroup
+from gearshift.worker.model.steps import Draw
 from gearshift.worker.requests import RequestState
 
 CPU = torch.device("cpu")
@@ -39,7 +40,9 @@ class NotedSteps:
         self.notes.append((self.name, "logits", len(tokens)))
         return torch.zeros(len(tokens), 1)
 
-    def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> Any:
+    def run(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> Any:
         self.notes.append((self.name, "run", steps))
         return SimpleNamespace(ids=[[TOKEN] * len(states)] * steps, logprobs=[[-1.0] * len(states)] * steps)
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ...proto.errors import WorkerLostError
 from ...proto.model import LayerSpec, ModelSpec
-from ..kernels import step_ops
+from ..kernels import draw_ops, step_ops
+from ..kernels.draw_ops import DrawBuffers
+from ..kernels.exchange import Exchange
 from ..kernels.matrix import AnyMatrix
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.quant_ops import QuantizedRows
@@ -18,6 +20,7 @@ from ..kv import Bundle, SlotRun
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
 from .device_decoder import DeviceDecoder, even_groups
+from .steps import Choice
 
 BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
 MOST_STEPS = 64  # between two looks at the results
@@ -87,7 +90,7 @@ class BatchBuffers:
     """Static buffers of one batch size."""
 
     def __init__(self, size: int, spec: ModelSpec, decoder: DeviceDecoder, tables: int, blocks: int) -> None:
-        """`tables`: so many bundles of a request have one, of `blocks` places."""
+        """`tables`: so many bundles of a request have one, of `blocks` places; as many as there are ranks."""
         device, vocab = decoder.device, as_quantised(decoder.weights.head).rows
         inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
@@ -101,6 +104,7 @@ class BatchBuffers:
         self.logits = torch.zeros((size, vocab), dtype=torch.float32, device=device)
         best = (size, -(-vocab // step_ops.BEST_BLOCK), 4)
         self.best = torch.zeros(best, dtype=torch.float32, device=device)
+        self.draws = DrawBuffers.empty(size, vocab, tables, MOST_STEPS, device)
 
     def feed(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position, and change nothing."""
@@ -108,6 +112,13 @@ class BatchBuffers:
         lines = [[*tokens, *[0] * spare], [*positions, *[-1] * spare], [0] * self.size]
         # From pageable memory: the call has read it when it returns, and the next may come at once.
         self.inputs.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
+
+    def choose(self, choice: Choice, first_id: int, scale: float, exchange: Exchange) -> None:
+        """The next tokens, of the logits that are there; together on all ranks."""
+        if choice is Choice.GREATEST:
+            step_ops.choose(self.logits, first_id, scale, self.best, self.state, exchange)
+        elif choice is Choice.DRAWN:
+            draw_ops.draw(self.logits, first_id, scale, self.best, self.draws, self.state, exchange)
 
     def set_tables(self, states: Sequence[RequestState], bundles: Sequence[Bundle]) -> None:
         """Where the requests' keys and values lie: a table for each of `bundles`."""
