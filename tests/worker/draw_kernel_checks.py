@@ -161,7 +161,7 @@ def check_chains(ranks: int, vocab: int, scale: float = 1.0) -> dict[str, float]
     rows += [spread(count, vocab) * 0.2, -spread(count, vocab).abs()]
     wrong, far = differences(group, rows)
     more, further = differences(group, [spread(count, vocab)])  # another table: the numbers go on
-    name = f"chains over {ranks} ranks"
+    name = f"chains over {ranks} ranks, {vocab} ids"
     return {f"{name}: ids": float(wrong + more), f"{name}: logprobs": max(far, further) / 10}
 
 
