@@ -83,7 +83,8 @@ def sources():
         yield source(draw_triton.draw_token, dict(greatest="*i64", merged="*i64", table="*fp64", tokens="*i32",
             positions="*i32", steps="*i32", ids_out="*i32", out_stride="i32", inboxes="*i64", words_at="i32",
             sequence="*i32", failed="*i32", rows="i32"),
-            dict(BLOCKS=32, PADDED=32, K=64, RANKS=ranks, RANK=rank, SAMPLER=ranks - 1, ROWS=16))
+            dict(BLOCKS=32, PADDED=32, K=64, RANKS=ranks, KEYS=64 * ranks, RANK=rank, SAMPLER=ranks - 1,
+                 ROWS=16))
     parcels = dict.fromkeys(("arena", "slots", "parcel", "weights", "verdicts"), "*i64") | {"salt": "i64"}
     parcels |= dict.fromkeys(("slot_words", "first_block", "first_word", "words", "number"), "i32")
     yield source(parcel_triton.pack_blocks, parcels, dict(WIDTH=1021, TILE=4096))

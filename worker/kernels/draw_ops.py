@@ -85,6 +85,6 @@ def draw(
         best, buffers.greatest, buffers.merged, buffers.table, state.tokens, state.positions, state.steps, state.ids,
         state.logprobs, state.ids.stride(0), exchange.inboxes, exchange.draws_at, exchange.draw_sequence,
         exchange.failed, rows, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), K=DRAW_KEYS,
-        RANKS=exchange.ranks, RANK=exchange.rank, SAMPLER=exchange.ranks - 1, ROWS=MOST_ROWS,
-        num_warps=1 if exchange.ranks <= 2 else 4,
+        RANKS=exchange.ranks, KEYS=triton.next_power_of_2(exchange.ranks * DRAW_KEYS), RANK=exchange.rank,
+        SAMPLER=exchange.ranks - 1, ROWS=MOST_ROWS, num_warps=1 if exchange.ranks <= 2 else 4,
     )  # fmt: skip

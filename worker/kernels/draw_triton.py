@@ -158,12 +158,12 @@ def _choice(keys, table, rows, row, step, K: tl.constexpr):
 def draw_token(
     best, greatest, merged, table, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, words_at,
     sequence, failed, rows, BLOCKS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
-    RANK: tl.constexpr, SAMPLER: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, RANK: tl.constexpr, SAMPLER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One row's token by its chain: the next step's input and a line of results. Grid (rows).
 
-    `greatest`: this rank's K keys, falling. `merged`: room for all ranks' and K more. A row whose logits are no numbers
-    to choose by (NaN, +inf, or -inf alone) has the log-probability NaN.
+    `greatest`: this rank's K keys, falling. `merged`: room for all ranks' and K more; KEYS: theirs, rounded up.
+    A row whose logits are no numbers to choose by (NaN, +inf, or -inf alone) has the log-probability NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, PADDED)
@@ -204,15 +204,14 @@ def draw_token(
             top = all_top
             total = all_total
             tl.debug_barrier()
+            i = tl.arange(0, KEYS)
+            those = tl.load(room + i, mask=i < RANKS * K, other=-(1 << 63))
             for rank in tl.static_range(RANKS):
                 mine = tl.load(room + rank * K + k)
-                place = tl.zeros([K], tl.int32)
-                for other in tl.static_range(RANKS):
-                    theirs = tl.load(room + other * K + k)
-                    greater = theirs[None, :] > mine[:, None]
-                    if other < rank:  # what stands for no logit is equal on all ranks
-                        greater = greater | (theirs[None, :] == mine[:, None])
-                    place += tl.sum(greater.to(tl.int32), 1)
+                greater = those[None, :] > mine[:, None]
+                # What stands for no logit may be equal on several ranks.
+                greater = greater | ((those[None, :] == mine[:, None]) & (i[None, :] < (rank * K + k)[:, None]))
+                place = tl.sum(greater.to(tl.int32), 1)
                 tl.store(room + RANKS * K + place, mine, mask=place < K)
             tl.debug_barrier()
             keys = tl.load(room + RANKS * K + k)
