@@ -29,16 +29,25 @@ from gearshift.benchmarks.kernel_cases import (
     randn,
     some_planes,
 )
+from gearshift.proto.ids import RequestId
 from gearshift.proto.model import Activation, RopeKind
-from gearshift.tests.worker import parcel_kernel_checks, quant_kernel_checks, step_kernel_checks
+from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.worker import (
+    draw_kernel_checks,
+    parcel_kernel_checks,
+    quant_kernel_checks,
+    step_kernel_checks,
+)
 from gearshift.worker.device_parcels import DeviceParcels
-from gearshift.worker.kernels import quant_ops, step_ops
+from gearshift.worker.kernels import draw_ops, quant_ops, step_ops
+from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent
 from gearshift.worker.kernels.quant_planes import FORMATS
 from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
 from gearshift.worker.kv import SlotRun
 from gearshift.worker.parcels import Place
+from gearshift.worker.sampling import Sampler
 
 EPSILON = 1e-5
 
@@ -62,7 +71,8 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
         yield partial(gated, sizes, batch)
         yield partial(rotated, sizes, batch)
         yield partial(attended, sizes, batch)
-        yield partial(chosen, sizes, batch)
+        for drawn in (False, True):
+            yield partial(chosen, sizes, batch, drawn)
     yield partial(angles, sizes)
     yield partial(joined, sizes)
     for put in (False, True):
@@ -243,7 +253,8 @@ def attended(sizes: Sizes, batch: int) -> Case:
     return Case("attend_split and attend_merge", shape, moved, launches, check)
 
 
-def chosen(sizes: Sizes, batch: int) -> Case:
+def chosen(sizes: Sizes, batch: int, drawn: bool) -> Case:
+    """The greatest logits; or tokens that the users' usual chain draws."""
     logits = randn(batch, sizes.vocab)
     numbers = torch.zeros(3, batch, dtype=torch.int32, device=DEVICE)
     times = 64 if TIMED else 1
@@ -251,14 +262,24 @@ def chosen(sizes: Sizes, batch: int) -> Case:
     logprobs = torch.zeros(times + 4, batch, device=DEVICE)
     state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
     best = torch.zeros(batch, triton.cdiv(sizes.vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
-    launch = partial(step_ops.choose, logits, 0, 1.0, best, state, Exchange.alone(DEVICE, 32))
+    alone, shape = Exchange.alone(DEVICE, 32), f"{batch} x {sizes.vocab} logits"
 
     def again() -> None:
         numbers.zero_()
 
-    check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
-    shape = f"{batch} x {sizes.vocab} logits"
-    return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * times, check, again)
+    if not drawn:
+        launch = partial(step_ops.choose, logits, 0, 1.0, best, state, alone)
+        check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
+        return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * times, check, again)
+    buffers, sampler = DrawBuffers.empty(batch, sizes.vocab, 1, times + 4, DEVICE), Sampler(sizes.vocab)
+    requests = [RequestId(row) for row in range(batch)]
+    for request in requests:
+        sampler.open(request, SamplingParameters(seed=int(request)), ())
+    buffers.feed(sampler.drawn(requests, times + 4))
+    launch = partial(draw_ops.draw, logits, 0, 1.0, best, buffers, state, alone)
+    check = of_step(partial(draw_kernel_checks.check_usual, batch, sizes.vocab))
+    name = "greatest_of_groups, gather_greatest_groups, sort_greatest and draw_token"
+    return Case(name, shape, logits.nbytes, [launch] * times, check, again)
 
 
 # Prompts and shifts

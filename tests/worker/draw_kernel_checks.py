@@ -165,6 +165,12 @@ def check_chains(ranks: int, vocab: int, scale: float = 1.0) -> dict[str, float]
     return {f"{name}: ids": float(wrong + more), f"{name}: logprobs": max(far, further) / 10}
 
 
+def check_usual(rows: int, vocab: int) -> dict[str, float]:
+    """What users have who set nothing."""
+    wrong, far = differences(Ranks([0, vocab], chains_of(*[{}] * rows)), [spread(rows, vocab)])
+    return {"usual chain: ids": float(wrong), "usual chain: logprobs": far / 10}
+
+
 def check_no_numbers(ranks: int, vocab: int) -> dict[str, float]:
     group = Ranks([vocab * rank // ranks for rank in range(ranks + 1)], chains_of(*[{}] * 6))
     wrong, far = differences(group, [no_numbers(6, vocab)])

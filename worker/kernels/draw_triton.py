@@ -55,7 +55,7 @@ def greatest_of_groups(
 
 
 @triton.jit
-def _places(keys, mine, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr):
+def _count_greater(keys, mine, COUNT: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr):
     """How many of COUNT keys are greater than each of `mine` [MINE]."""
     greater = tl.zeros([MINE, CHUNK], tl.int32)
     for first in tl.static_range(0, COUNT, CHUNK):
@@ -74,7 +74,7 @@ def gather_greatest_groups(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * MINE + tl.arange(0, MINE)
     mine = tl.load(groups + row * COUNT + group, mask=group < COUNT, other=-(1 << 63))
-    place = _places(groups + row * COUNT, mine, COUNT, MINE, CHUNK)
+    place = _count_greater(groups + row * COUNT, mine, COUNT, MINE, CHUNK)
     kept = ((place < K) & (group < COUNT))[:, None]
     inside = tl.arange(0, GROUP)[None, :]
     each = group[:, None] * GROUP + inside
@@ -90,7 +90,7 @@ def sort_greatest(
     """The K greatest of COUNT keys, greatest first: [rows, K]. Grid (rows, COUNT / MINE)."""
     row = tl.program_id(0).to(tl.int64)
     mine = tl.load(candidates + row * COUNT + tl.program_id(1) * MINE + tl.arange(0, MINE))
-    place = _places(candidates + row * COUNT, mine, COUNT, MINE, CHUNK)
+    place = _count_greater(candidates + row * COUNT, mine, COUNT, MINE, CHUNK)
     tl.store(greatest + row * K + place, mine, mask=place < K)
 
 
