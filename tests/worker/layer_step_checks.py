@@ -28,7 +28,7 @@ from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, passed, stepped
-from gearshift.worker.kernels import quant_ops
+from gearshift.worker.kernels import draw_ops, quant_ops
 from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_ops import QuantizedRows
@@ -211,6 +211,7 @@ def main() -> int:
     device_load.Uploader = Upload  # type: ignore[assignment, misc]
     quant_ops.multiply = plain_product  # type: ignore[assignment]
     step_parts.SPLITS = 2
+    draw_ops.MINE, draw_ops.CHUNK = 512, 2048  # the interpreter's time goes by programs
     bad = 0
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
