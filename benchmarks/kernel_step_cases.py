@@ -31,6 +31,7 @@ from gearshift.benchmarks.kernel_cases import (
 )
 from gearshift.proto.ids import RequestId
 from gearshift.proto.model import Activation, RopeKind
+from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.worker import (
     draw_kernel_checks,
@@ -47,6 +48,7 @@ from gearshift.worker.kernels.quant_planes import FORMATS
 from gearshift.worker.kernels.step_ops import Angles, KvPlace, RopeFacts, SplitBuffers, StepState
 from gearshift.worker.kv import SlotRun
 from gearshift.worker.parcels import Place
+from gearshift.worker.penalties import DevicePenalties
 from gearshift.worker.sampling import Sampler
 
 EPSILON = 1e-5
@@ -71,8 +73,9 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
         yield partial(gated, sizes, batch)
         yield partial(rotated, sizes, batch)
         yield partial(attended, sizes, batch)
-        for drawn in (False, True):
-            yield partial(chosen, sizes, batch, drawn)
+        yield partial(chosen, sizes, batch)
+        for penalised in (False, True):
+            yield partial(drawn, sizes, batch, penalised)
     yield partial(angles, sizes)
     yield partial(joined, sizes)
     for put in (False, True):
@@ -253,33 +256,47 @@ def attended(sizes: Sizes, batch: int) -> Case:
     return Case("attend_split and attend_merge", shape, moved, launches, check)
 
 
-def chosen(sizes: Sizes, batch: int, drawn: bool) -> Case:
-    """The greatest logits; or tokens that the users' usual chain draws."""
-    logits = randn(batch, sizes.vocab)
+CHOICES = 64 if TIMED else 1
+
+
+def choosing(batch: int, vocab: int) -> tuple[Tensor, StepState, Callable[[], None]]:
+    """Room of a choice among blocks, the batch, and what begins it anew."""
     numbers = torch.zeros(3, batch, dtype=torch.int32, device=DEVICE)
-    times = 64 if TIMED else 1
-    ids = torch.zeros(times + 4, batch, dtype=torch.int32, device=DEVICE)
-    logprobs = torch.zeros(times + 4, batch, device=DEVICE)
-    state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
-    best = torch.zeros(batch, triton.cdiv(sizes.vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
-    alone, shape = Exchange.alone(DEVICE, 32), f"{batch} x {sizes.vocab} logits"
+    ids = torch.zeros(CHOICES + 4, batch, dtype=torch.int32, device=DEVICE)
+    logprobs = torch.zeros(CHOICES + 4, batch, device=DEVICE)
+    best = torch.zeros(batch, triton.cdiv(vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
 
     def again() -> None:
         numbers.zero_()
 
-    if not drawn:
-        launch = partial(step_ops.choose, logits, 0, 1.0, best, state, alone)
-        check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
-        return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * times, check, again)
-    buffers, sampler = DrawBuffers.empty(batch, sizes.vocab, 1, times + 4, DEVICE), Sampler(sizes.vocab)
-    requests = [RequestId(row) for row in range(batch)]
-    for request in requests:
-        sampler.open(request, SamplingParameters(seed=int(request)), ())
-    buffers.feed(sampler.drawn(requests, times + 4))
-    launch = partial(draw_ops.draw, logits, 0, 1.0, best, buffers, state, alone)
-    check = of_step(partial(draw_kernel_checks.check_usual, batch, sizes.vocab))
+    return best, StepState(numbers[0], numbers[1], numbers[2], ids, logprobs), again
+
+
+def chosen(sizes: Sizes, batch: int) -> Case:
+    """The greatest logits."""
+    logits, (best, state, again) = randn(batch, sizes.vocab), choosing(batch, sizes.vocab)
+    launch = partial(step_ops.choose, logits, 0, 1.0, best, state, Exchange.alone(DEVICE, 32))
+    check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
+    shape = f"{batch} x {sizes.vocab} logits"
+    return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * CHOICES, check, again)
+
+
+def drawn(sizes: Sizes, batch: int, penalised: bool) -> Case:
+    """Tokens that the users' usual chain draws; or with a penalty for what was said."""
+    logits, (best, state, again) = randn(batch, sizes.vocab), choosing(batch, sizes.vocab)
+    buffers, sampler = DrawBuffers.empty(batch, sizes.vocab, 1, CHOICES + 4, DEVICE), Sampler(sizes.vocab)
+    chains = [SamplingParameters(seed=row, repetition_penalty=1.0 + 0.1 * penalised) for row in range(batch)]
+    for row, chain in enumerate(chains):
+        sampler.open(RequestId(row), chain, ())
+    buffers.feed(sampler.drawn([RequestId(row) for row in range(batch)], CHOICES + 4))
+    if penalised:
+        own = VocabRange(0, sizes.vocab)
+        buffers.set_penalties([DevicePenalties.of(chain, (1, 2, 3), own, DEVICE) for chain in chains])
+    launch = partial(draw_ops.draw, logits, 0, 1.0, best, buffers, state, Exchange.alone(DEVICE, 32), penalised)
+    check = of_step(partial(draw_kernel_checks.check_usual, batch, sizes.vocab, penalised))
     name = "greatest_of_groups, gather_greatest_groups, sort_greatest and draw_token"
-    return Case(name, shape, logits.nbytes, [launch] * times, check, again)
+    name = f"penalise, {name}" if penalised else name
+    return Case(name, f"{batch} x {sizes.vocab} logits", logits.nbytes, [launch] * CHOICES, check, again)
 
 
 # Prompts and shifts

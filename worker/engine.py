@@ -167,6 +167,11 @@ class Engine:
         steps = self._steps if everywhere else self._layer_steps
         return steps if steps is not None and steps.serves(states) else None
 
+    @property
+    def draws_on_devices(self) -> bool:
+        """Whether steps may choose tokens by themselves."""
+        return self._steps is not None or self._layer_steps is not None
+
     def begin_steps(self, batch: Batch) -> StepsBegun | None:
         """The batch's steps, issued but not waited for; None where the device does not choose: see `decode`."""
         states = [self._requests[entry.request] for entry in batch.entries]
@@ -199,6 +204,8 @@ class Engine:
                 state.last_token = token if math.isfinite(logprob) else 0
                 if self._sampler is not None:
                     output.tokens.append(_device_token(state, logprob))
+                    if state.penalties is not None and math.isfinite(logprob):
+                        self._sampler.accept(state.request, token)
         now = time.monotonic()
         for state in states:
             state.sampled_at_seconds = now
@@ -295,6 +302,8 @@ class Engine:
         now = time.monotonic()
         for state, token in zip(states, ids_B.tolist(), strict=True):
             state.last_token, state.sampled_at_seconds = token, now
+            if state.penalties is not None:
+                state.penalties.add(token)
 
     def _embed(self, tokens: Sequence[int]) -> Tensor:
         """Rows of the token embedding, gathered and dequantised from the mapped file: f32 [T, D]."""

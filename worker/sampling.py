@@ -27,7 +27,6 @@ from math import inf, isfinite, log
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.errors import ProtocolError
@@ -89,11 +88,7 @@ class RequestSampler:
         self.parameters = parameters
         self._random = np.random.Philox(key=parameters.seed)
         self._random.random_raw(sampled, output=False)
-        self._penalised = (
-            parameters.repetition_penalty != 1.0
-            or parameters.presence_penalty != 0.0
-            or parameters.frequency_penalty != 0.0
-        )
+        self._penalised = is_penalised(parameters)
         self._counts = TokenCounts(parameters.penalty_window)
         bias = dict.fromkeys((token for token, _ in parameters.logit_bias), 0.0)
         for token, value in parameters.logit_bias:
@@ -156,7 +151,8 @@ class RequestSampler:
             parameters = self.parameters
             seen = adjusted_V[ids]
             repetition = parameters.repetition_penalty
-            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            # By a tensor: on a GPU a number's inverse would be multiplied by, and devices that draw do divide.
+            seen = torch.where(seen > 0, seen / torch.full_like(seen, repetition), seen * repetition)
             seen -= counts * parameters.frequency_penalty + parameters.presence_penalty
             adjusted_V[ids] = seen
         return adjusted_V
@@ -300,9 +296,7 @@ def is_plain_greedy(parameters: SamplingParameters) -> bool:
     """Whether the next token is the greatest logit's, nothing else changes it, and no alternatives are told."""
     return (
         parameters.temperature < GREEDY_BELOW
-        and parameters.repetition_penalty == 1.0
-        and parameters.presence_penalty == 0.0
-        and parameters.frequency_penalty == 0.0
+        and not is_penalised(parameters)
         and not parameters.logit_bias
         and parameters.logprobs == 0
     )
@@ -310,9 +304,18 @@ def is_plain_greedy(parameters: SamplingParameters) -> bool:
 
 def suits_device(parameters: SamplingParameters, vocab: int, most: int) -> bool:
     """Whether a device can choose the next tokens by itself, from the `most` greatest logits; the same on all ranks."""
-    if parameters.temperature < GREEDY_BELOW:
-        return is_plain_greedy(parameters)
-    return is_plain_greedy(replace(parameters, temperature=0.0)) and 0 < parameters.top_k <= min(most, vocab - 1)
+    few = parameters.temperature < GREEDY_BELOW or 0 < parameters.top_k <= min(most, vocab - 1)
+    counted = not is_penalised(parameters) or parameters.penalty_window == -1
+    return few and counted and not parameters.logit_bias and parameters.logprobs == 0
+
+
+def is_penalised(parameters: SamplingParameters) -> bool:
+    """Whether what was said before changes logits."""
+    return (
+        parameters.repetition_penalty != 1.0
+        or parameters.presence_penalty != 0.0
+        or parameters.frequency_penalty != 0.0
+    )
 
 
 def log_sum(logits_V: Tensor | np.ndarray) -> float:

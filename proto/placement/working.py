@@ -316,7 +316,8 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4 + _draw_bytes(placement, rank)
     sizes = _captured_batches(case)
     quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, query, forward))
-    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
+    counts = case.batch * 4 * len(placement.vocab[rank])  # of ids that penalties are for
+    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES + counts
 
 
 def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
@@ -349,7 +350,8 @@ def _draw_bytes(placement: Placement, rank: int) -> int:
     vocab = len(placement.vocab[rank])
     group = 32 if vocab <= WIDE_VOCAB else 64
     groups = -(-vocab // DRAW_BLOCK) * (DRAW_BLOCK // group)
-    return 8 * (groups + DRAW_KEYS * (group + placement.ranks + 2) + 4 + BUCKET_STEPS)
+    keys = groups + DRAW_KEYS * (group + 2 * placement.ranks + 2)
+    return 8 * (keys + 4 + BUCKET_STEPS + 1) + 4 * (vocab + 3)
 
 
 def _quantised_bytes(rows: int, columns: int) -> int:

@@ -33,6 +33,8 @@ CHAINS = [
     SamplingParameters(seed=2, temperature=2.0, top_k=64, top_p=1.0, min_p=0.0),
     SamplingParameters(seed=3, temperature=0.3, top_k=7, top_p=0.5, min_p=0.2),
     SamplingParameters(seed=4, temperature=1.0, top_k=1),
+    SamplingParameters(seed=5, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=-0.2),
+    SamplingParameters(temperature=0.0, repetition_penalty=1.1),
 ]
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from gearshift.proto.ids import RequestId
+from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.worker.kernels import draw_ops, step_ops
 from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.step_ops import StepState
-from gearshift.worker.sampling import Sampler
+from gearshift.worker.penalties import DevicePenalties
+from gearshift.worker.sampling import Sampler, is_penalised
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 LINES = 8
@@ -59,9 +61,22 @@ class Ranks:
         self.results = torch.zeros(ranks, 2, LINES, size, dtype=torch.int32, device=DEVICE)
         self.host, self.device = (Sampler(self.cuts[-1]) for _ in range(2))
         self.requests = [RequestId(number) for number in range(size)]
-        for request, chain in zip(self.requests, self.chains, strict=True):
+        self.prompts = [torch.randint(self.cuts[-1], (300,)).tolist() for _ in self.chains]
+        for request, chain, prompt in zip(self.requests, self.chains, self.prompts, strict=True):
             for sampler in (self.host, self.device):
-                sampler.open(request, chain, ())
+                sampler.open(request, chain, prompt)
+        self.penalised = any(is_penalised(chain) for chain in self.chains)
+        pairs = list(zip(self.chains, self.prompts, strict=True))
+        owns = [VocabRange(first, end) for first, end in zip(self.cuts, self.cuts[1:], strict=False)]
+        self.penalties = [[self._penalties(*pair, own) for pair in pairs] for own in owns]
+        for buffers, penalties in zip(self.buffers, self.penalties, strict=True):
+            assert buffers.set_penalties(penalties) == self.penalised
+
+    @staticmethod
+    def _penalties(
+        chain: SamplingParameters, prompt: list[int], own: VocabRange
+    ) -> DevicePenalties | None:
+        return DevicePenalties.of(chain, prompt, own, DEVICE) if is_penalised(chain) else None
 
     def feed(self, steps: int) -> None:
         self.numbers[:, 2] = 0
@@ -88,13 +103,15 @@ class Ranks:
     def _launch(self, rank: int, logits: torch.Tensor, waits: bool = True) -> None:
         exchange, own = self.exchanges[rank], logits[:, self.cuts[rank] : self.cuts[rank + 1]].contiguous()
         numbers, results = self.numbers[rank], self.results[rank]
-        kept = [tensor.clone() for tensor in (numbers, results, exchange.draw_sequence)]
+        counts = [penalties.counts for penalties in self.penalties[rank] if penalties is not None]
+        changed = [numbers, results, exchange.draw_sequence, *counts]
+        kept = [tensor.clone() for tensor in changed]
         exchange.failed.fill_(0 if waits else 1)
         state = StepState(*numbers, results[0], results[1].view(torch.float32))
         best = torch.zeros(len(own), -(-own.shape[1] // step_ops.BEST_BLOCK), 4, device=DEVICE)
-        draw_ops.draw(own, self.cuts[rank], self.scale, best, self.buffers[rank], state, exchange)
+        draw_ops.draw(own, self.cuts[rank], self.scale, best, self.buffers[rank], state, exchange, self.penalised)
         if not waits:
-            for tensor, before in zip((numbers, results, exchange.draw_sequence), kept, strict=True):
+            for tensor, before in zip(changed, kept, strict=True):
                 tensor.copy_(before)
         exchange.failed.fill_(0 if not waits else int(exchange.failed.item()))
 
@@ -114,6 +131,7 @@ def differences(ranks: Ranks, rows: Sequence[torch.Tensor]) -> tuple[int, float]
         ):
             wanted = ranks.host.choose(request, scaled)
             if wanted.error is None:
+                ranks.device.accept(request, token)
                 wrong += token != wanted.token
                 far = max(far, abs(logprob - wanted.logprob) if logprob == logprob else inf)
             else:
@@ -165,9 +183,26 @@ def check_chains(ranks: int, vocab: int, scale: float = 1.0) -> dict[str, float]
     return {f"{name}: ids": float(wrong + more), f"{name}: logprobs": max(far, further) / 10}
 
 
-def check_usual(rows: int, vocab: int) -> dict[str, float]:
-    """What users have who set nothing."""
-    wrong, far = differences(Ranks([0, vocab], chains_of(*[{}] * rows)), [spread(rows, vocab)])
+def check_penalties(ranks: int, vocab: int, scale: float = 1.0) -> dict[str, float]:
+    """Few ids, said over and over: each step depends on what was chosen before. Beside rows without penalties."""
+    chains: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.3}, {}, {"temperature": 0.0},
+        {"frequency_penalty": 0.7, "presence_penalty": -0.4, "repetition_penalty": 0.8},
+        {"temperature": 0.0, "frequency_penalty": 1.9, "presence_penalty": 0.3},
+    ]  # fmt: skip
+    group = Ranks([vocab * rank // ranks for rank in range(ranks + 1)], chains_of(*chains), scale)
+    logits, wrong, far = spread(len(chains), vocab), 0, 0.0
+    for _ in range(2):
+        more, further = differences(group, [logits + 0.3 * spread(*logits.shape) for _ in range(LINES)])
+        wrong, far = wrong + more, max(far, further)
+    name = f"penalties over {ranks} ranks, {vocab} ids"
+    return {f"{name}: ids": float(wrong), f"{name}: logprobs": far / 10}
+
+
+def check_usual(rows: int, vocab: int, penalised: bool = False) -> dict[str, float]:
+    """What users have who set nothing, or a repetition penalty alone."""
+    chains = chains_of(*[{"repetition_penalty": 1.1} if penalised else {}] * rows)
+    wrong, far = differences(Ranks([0, vocab], chains), [spread(rows, vocab)])
     return {"usual chain: ids": float(wrong), "usual chain: logprobs": far / 10}
 
 
@@ -179,13 +214,18 @@ def check_no_numbers(ranks: int, vocab: int) -> dict[str, float]:
 
 def check_turns(vocab: int) -> dict[str, float]:
     """Tokens chosen by the host between the device's: each takes the next of the request's numbers."""
-    group = Ranks([0, vocab], chains_of({}, {"temperature": 0.0}))
+    penalised = {"repetition_penalty": 1.4, "temperature": 0.0}
+    group = Ranks([0, vocab], chains_of({}, {"temperature": 0.0}, penalised))
     wrong = 0
     for _ in range(3):
-        wrong += differences(group, [spread(2, vocab), spread(2, vocab)])[0]
-        logits = spread(2, vocab)
+        wrong += differences(group, [spread(3, vocab), spread(3, vocab)])[0]
+        logits = spread(3, vocab)
         for request, row in zip(group.requests, logits, strict=True):
-            wrong += group.device.choose(request, row).token != group.host.choose(request, row).token
+            token = group.device.choose(request, row).token
+            wrong += token != group.host.choose(request, row).token
+            for penalties in group.penalties:
+                if (own := penalties[request]) is not None:
+                    own.add(token)
     return {"host and device in turn": float(wrong)}
 
 
@@ -231,11 +271,15 @@ def checks() -> Iterator[dict[str, float]]:
     yield check_no_numbers(1, 2300)
     yield check_no_numbers(2, 4100)
     yield check_turns(2100)
+    yield check_penalties(1, 300)
+    yield check_penalties(2, 2300, scale=0.3)
     yield check_chains(1, 5001)
     yield check_chains(2, 5001, scale=0.7)
     yield check_chains(3, 2500)
     yield check_distribution(150, 64 if DEVICE.type == "cpu" else 2000)
     if DEVICE.type == "cuda":
+        yield check_penalties(2, 128256)
+        yield check_penalties(4, 5000)
         yield check_chains(1, 128256)
         yield check_chains(2, 128256)
         yield check_chains(8, 128256)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
@@ -24,6 +25,7 @@ from gearshift.proto.placement import working
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
 from gearshift.proto.placement.working import WorkingCase
+from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
@@ -36,6 +38,7 @@ from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
+from gearshift.worker.penalties import DevicePenalties
 from gearshift.worker.sampling import Sampler
 from gearshift.worker.weights import device_load
 
@@ -174,13 +177,20 @@ def check_decode_steps(folder: Path) -> Iterator[tuple[str, float, float]]:
 def check_drawn_steps(stage: Stage, steps: DecodeSteps, before: torch.Tensor) -> Iterator[tuple[str, float, float]]:
     """Tokens drawn inside, greedy ones among them, are those that the sampler draws of each step's logits."""
     chains = [SamplingParameters(seed=1), SamplingParameters(temperature=0.0), SamplingParameters(seed=2, top_k=3)]
+    chains[2] = replace(chains[2], repetition_penalty=1.5, frequency_penalty=0.5)
+    own = VocabRange(0, stage.spec.vocab)
+
+    def begin_anew() -> None:
+        stage.kv.arena.copy_(before)
+        stage.states[2].penalties = DevicePenalties.of(chains[2], (), own, CPU)
+
     alone, inside, layers = (Sampler(stage.spec.vocab) for _ in range(3))
     requests = [state.request for state in stage.states]
     for request, chain in zip(requests, chains, strict=True):
         for sampler in (alone, inside, layers):
             sampler.open(request, chain, ())
     start = [state.last_token for state in stage.states]
-    stage.kv.arena.copy_(before)
+    begin_anew()
     first = steps.begin(stage.states, POSITIONS, 2, lambda count: inside.drawn(requests, count))
     places = [place + 2 for place in POSITIONS]
     second = steps.begin(stage.states, places, 2, lambda count: inside.drawn(requests, count))
@@ -188,7 +198,9 @@ def check_drawn_steps(stage: Stage, steps: DecodeSteps, before: torch.Tensor) ->
     assert second is not None
     one, other = first.result(), second.result()
     ids, logprobs = one.ids + other.ids, one.logprobs + other.logprobs
-    stage.kv.arena.copy_(before)
+    for state, token in zip(stage.states, start, strict=True):
+        state.last_token = token
+    begin_anew()
     found = stage.steps.run(stage.states, POSITIONS, 4, lambda count: layers.drawn(requests, count))
     yield "drawn steps: both layouts alike", float(found.ids != ids), 0.5
     stage.kv.arena.copy_(before)

@@ -130,10 +130,11 @@ def test_chains_that_suit_are_drawn_by_on_the_device_with_what_the_samplers_rank
 
 @pytest.mark.parametrize(("chain", "suits"), [
     ({}, True), ({"temperature": 0.0}, True), ({"top_k": 64}, True), ({"top_k": 65}, False), ({"top_k": 0}, False),
-    ({"logprobs": 1}, False), ({"repetition_penalty": 1.1}, False), ({"logit_bias": ((3, 1.0),)}, False),
-    ({"temperature": 0.0, "presence_penalty": 0.5}, False), ({"temperature": 0.0, "top_k": 0}, True),
+    ({"logprobs": 1}, False), ({"repetition_penalty": 1.1}, True), ({"logit_bias": ((3, 1.0),)}, False),
+    ({"temperature": 0.0, "presence_penalty": 0.5}, True), ({"temperature": 0.0, "top_k": 0}, True),
+    ({"frequency_penalty": 0.1, "penalty_window": 64}, False), ({"penalty_window": 64}, True),
 ])  # fmt: skip
-def test_a_device_draws_by_chains_of_few_logits_that_nothing_changes(chain: dict[str, Any], suits: bool) -> None:
+def test_a_device_draws_by_chains_of_few_logits_that_only_counts_change(chain: dict[str, Any], suits: bool) -> None:
     assert suits_device(SamplingParameters(**chain), 1000, 64) == suits
     assert not suits_device(SamplingParameters(top_k=40), 40, 64), "all ids: they are drawn in another order"
 

@@ -8,9 +8,9 @@ then a candidate's, is how many are greater: all against all, by many programs a
 
 One rank alone chooses, since cards of different kinds are not bit-equal. The others send it their keys, as words of a
 value and a number (see `exchange_triton`), and get its choice in the same way. What a rank sends are four lines of K
-words: upper halves of its keys, lower halves, nothing, and its greatest logit and sum of exponentials; or a token and
-its log-probability. These words lie apart from those of the sums, and once alone: a rank writes those of the next
-choice only after it has seen what came of this one.
+words: upper halves of its keys, lower halves, the model's own logits where penalties have changed them, and its
+greatest logit and sum of exponentials; or a token and its log-probability. These words lie apart from those of the
+sums, and once alone: a rank writes those of the next choice only after it has seen what came of this one.
 """
 
 import triton
@@ -31,13 +31,37 @@ def _keys(x, ids, there):
 
 
 @triton.jit
+def penalise(
+    logits, stride, adjusted, factors, counts_at, rows, scale, V: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Logits as each row's penalties change them, f32 [rows, V]; not to be fused. Grid (rows, blocks).
+
+    `factors` f32 [3, rows]: repetition, presence, frequency. `counts_at` int64 [rows]: where a row's counts of each id
+    lie; 0: it has no penalties.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + i, mask=i < V, other=0.0) * scale
+    address = tl.load(counts_at + row)
+    if address != 0:
+        seen = tl.load(address.to(tl.pointer_type(tl.float32)) + i, mask=i < V, other=0.0)
+        repetition = tl.load(factors + row)
+        presence = tl.load(factors + rows + row)
+        frequency = tl.load(factors + 2 * rows + row)
+        y = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
+        x = tl.where(seen > 0, y - (seen * frequency + presence), x)
+    tl.store(adjusted + row * V + i, x, mask=i < V)
+
+
+@triton.jit
 def greatest_of_groups(
-    logits, stride, best, groups, V: tl.constexpr, first_id, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
+    logits, stride, scale, keyed, keyed_stride, keyed_scale, best, groups, first_id, V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Greatest key of each group of a block; the block's greatest logit and sum of exponentials. Grid (rows, BLOCKS).
 
-    The latter are bit for bit those of `step_triton.best_of_block`, but that a block may have nothing but -inf.
+    Keys are of `keyed`, which are the logits or what penalties make of them. What is of the block is bit for bit as
+    `step_triton.best_of_block` has it, but that a block may have nothing but -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
@@ -50,7 +74,7 @@ def greatest_of_groups(
     tl.store(to + 2, total)
     group = number * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     each = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    y = tl.load(logits + row * stride + each, mask=each < V, other=0.0) * scale
+    y = tl.load(keyed + row * keyed_stride + each, mask=each < V, other=0.0) * keyed_scale
     tl.store(groups + row * (BLOCKS * (BLOCK // GROUP)) + group, tl.max(_keys(y, first_id + each, each < V), 1))
 
 
@@ -155,14 +179,23 @@ def _choice(keys, table, rows, row, step, K: tl.constexpr):
 
 
 @triton.jit
+def _logit_of(token, keys, bits):
+    """The logit, of those whose `bits` lie beside their keys, that is the token's."""
+    there = ((keys >> 32).to(tl.int32) != LEAST) & ((0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)) == token)
+    return tl.sum(tl.where(there, bits, 0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def draw_token(
     best, greatest, merged, table, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, words_at,
-    sequence, failed, rows, BLOCKS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
-    KEYS: tl.constexpr, RANK: tl.constexpr, SAMPLER: tl.constexpr, ROWS: tl.constexpr,
+    sequence, failed, rows, logits, stride, scale, first_id, counts_at, V: tl.constexpr, BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr,
+    SAMPLER: tl.constexpr, ROWS: tl.constexpr, PENALISED: tl.constexpr,
 ):  # fmt: skip
     """One row's token by its chain: the next step's input and a line of results. Grid (rows).
 
-    `greatest`: this rank's K keys, falling. `merged`: room for all ranks' and K more; KEYS: theirs, rounded up.
+    `greatest`: this rank's K keys, falling. `merged`: room for all ranks', K more, and their logits; KEYS: all
+    ranks' keys, rounded up. PENALISED: keys are not of the model's own logits, and what is chosen is counted.
     A row whose logits are no numbers to choose by (NaN, +inf, or -inf alone) has the log-probability NaN.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -179,24 +212,35 @@ def draw_token(
     step = tl.maximum(tl.load(steps + row), 0)
     line = tl.arange(0, 4)[:, None]
     column = k[None, :]
+    LINES: tl.constexpr = 3 if PENALISED else 2
+    raw = tl.zeros([K], tl.int32)
+    if PENALISED:
+        own_place = 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) - first_id
+        real = (own_place >= 0) & (own_place < V)
+        raw = (tl.load(logits + row * stride + own_place, mask=real, other=0.0) * scale).to(tl.int32, bitcast=True)
     number = tl.load(sequence + row) + 1
     if RANK == SAMPLER:
         if RANKS > 1:
             all_top = tl.full([], float("-inf"), tl.float32)
             all_total = tl.full([], 0.0, tl.float32)
             own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + words_at // 2
-            room = merged + row * ((RANKS + 1) * K)
-            sent = (line < 2) | ((line == 3) & (column < 2))
+            room = merged + row * ((2 * RANKS + 1) * K)
+            raws = room + (RANKS + 1) * K
+            sent = (line < LINES) | ((line == 3) & (column < 2))
             for rank in tl.static_range(RANKS):
                 if rank == RANK:
                     its_top, its_total = top, total
                     tl.store(room + rank * K + k, keys)
+                    if PENALISED:
+                        tl.store(raws + rank * K + k, raw.to(tl.int64))
                 else:
                     words = own + (rank * ROWS + row) * (4 * K) + line * K + column
                     values = _received(words, sent, number, failed)
                     upper = tl.sum(tl.where(line == 0, values, 0), 0).to(tl.int64)
                     lower = tl.sum(tl.where(line == 1, values, 0), 0).to(tl.int64)
                     tl.store(room + rank * K + k, (upper << 32) | (lower & 0xFFFFFFFF))
+                    if PENALISED:
+                        tl.store(raws + rank * K + k, tl.sum(tl.where(line == 2, values, 0), 0).to(tl.int64))
                     pair = tl.sum(tl.where(line == 3, values, 0), 0)
                     its_top = tl.sum(tl.where(k == 0, pair, 0), 0).to(tl.float32, bitcast=True)
                     its_total = tl.sum(tl.where(k == 1, pair, 0), 0).to(tl.float32, bitcast=True)
@@ -206,7 +250,7 @@ def draw_token(
             tl.debug_barrier()
             i = tl.arange(0, KEYS)
             those = tl.load(room + i, mask=i < RANKS * K, other=-(1 << 63))
-            for rank in tl.static_range(RANKS):
+            for rank in range(RANKS):
                 mine = tl.load(room + rank * K + k)
                 greater = those[None, :] > mine[:, None]
                 # What stands for no logit may be equal on several ranks.
@@ -216,6 +260,12 @@ def draw_token(
             tl.debug_barrier()
             keys = tl.load(room + RANKS * K + k)
         token, logit = _choice(keys, table, rows, row, step, K)
+        if PENALISED:
+            if RANKS > 1:
+                bits = tl.load(raws + i, mask=i < RANKS * K, other=0).to(tl.int32)
+                logit = _logit_of(token, those, bits)
+            else:
+                logit = _logit_of(token, keys, raw)
         chosen = (top < float("inf")) & (total > 0.0)  # neither if it is NaN
         logprob = tl.where(chosen, (logit - top) - tl.log(total), float("nan"))
         token = tl.where(chosen, token, 0)
@@ -230,10 +280,11 @@ def draw_token(
         upper = (keys >> 32).to(tl.int32)[None, :]
         lower = keys.to(tl.int32)[None, :]
         pair = tl.where(column == 0, top.to(tl.int32, bitcast=True), total.to(tl.int32, bitcast=True))
-        word = _word(tl.where(line == 0, upper, tl.where(line == 1, lower, pair)), number)
+        last = tl.where(line == 2, raw[None, :], pair)
+        word = _word(tl.where(line == 0, upper, tl.where(line == 1, lower, last)), number)
         inbox = tl.load(inboxes + SAMPLER).to(tl.pointer_type(tl.int64)) + words_at // 2
         at_line = (RANK * ROWS + row) * (4 * K) + line * K + column
-        tl.store(inbox + at_line, word, mask=(line < 2) | ((line == 3) & (column < 2)))
+        tl.store(inbox + at_line, word, mask=(line < LINES) | ((line == 3) & (column < 2)))
         own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + words_at // 2
         choice = (line == 0) & (column < 2)
         values = _received(own + (SAMPLER * ROWS + row) * (4 * K) + line * K + column, choice, number, failed)
@@ -248,3 +299,9 @@ def draw_token(
         tl.store(logprobs_out + step * out_stride + row, logprob)
         tl.store(positions + row, position + 1)
         tl.store(steps + row, step + 1)
+        if PENALISED:
+            address = tl.load(counts_at + row)
+            here = token - first_id
+            if (address != 0) & (here >= 0) & (here < V) & (logprob == logprob):
+                count = address.to(tl.pointer_type(tl.float32)) + here
+                tl.store(count, tl.load(count) + 1.0)

@@ -169,10 +169,9 @@ class DecodeSteps:
             bucket.state.steps.zero_()  # the last tokens and positions are on the device
         else:
             bucket.feed([state.last_token for state in states], positions)
-        if draw is not None:
-            bucket.draws.feed(draw(steps))
+        choice = bucket.feed_draws(draw, states, steps)
         for _ in range(steps):
-            self._one_step(bucket, Choice.GREATEST if draw is None else Choice.DRAWN)
+            self._one_step(bucket, choice)
         self._last = IssuedSteps(bucket, self._exchange, states, positions, steps, unread)
         return self._last
 

@@ -150,10 +150,9 @@ class LayerSteps:
             count = min(len(bucket.state.ids), steps - len(result.ids))
             if result.ids:
                 bucket.state.steps.zero_()
-            if draw is not None:
-                bucket.draws.feed(draw(count))
+            choice = bucket.feed_draws(draw, states, count)
             for _ in range(count):
-                self._one_step(len(states), Choice.GREATEST if draw is None else Choice.DRAWN)
+                self._one_step(len(states), choice)
             more = StepResult.of(bucket.results[:, :count, : len(states)].cpu())  # waits for the steps
             result = StepResult(result.ids + more.ids, result.logprobs + more.logprobs)
         if self._exchange is not None and self._exchange.ranks > 1:

@@ -20,7 +20,7 @@ from ..kv import Bundle, SlotRun
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
 from .device_decoder import DeviceDecoder, even_groups
-from .steps import Choice
+from .steps import Choice, Draw
 
 BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
 MOST_STEPS = 64  # between two looks at the results
@@ -117,8 +117,17 @@ class BatchBuffers:
         """The next tokens, of the logits that are there; together on all ranks."""
         if choice is Choice.GREATEST:
             step_ops.choose(self.logits, first_id, scale, self.best, self.state, exchange)
-        elif choice is Choice.DRAWN:
-            draw_ops.draw(self.logits, first_id, scale, self.best, self.draws, self.state, exchange)
+        elif choice is not Choice.NONE:
+            penalised = choice is Choice.PENALISED
+            draw_ops.draw(self.logits, first_id, scale, self.best, self.draws, self.state, exchange, penalised)
+
+    def feed_draws(self, draw: Draw | None, states: Sequence[RequestState], steps: int) -> Choice:
+        """Set what the next steps draw by; how they choose."""
+        if draw is None:
+            return Choice.GREATEST
+        self.draws.feed(draw(steps))
+        penalised = self.draws.set_penalties([state.penalties for state in states])
+        return Choice.PENALISED if penalised else Choice.DRAWN
 
     def set_tables(self, states: Sequence[RequestState], bundles: Sequence[Bundle]) -> None:
         """Where the requests' keys and values lie: a table for each of `bundles`."""

@@ -20,6 +20,7 @@ class Choice(Enum):
     NONE = "the logits"
     GREATEST = "the token of the greatest logit"
     DRAWN = "a token that each request's chain draws"
+    PENALISED = "the same, with penalties for what was said"
 
 
 class StepResult(Protocol):
