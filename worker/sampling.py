@@ -17,6 +17,9 @@ The chain, in this order (the order and the definitions are llama.cpp's defaults
 Random numbers are Philox4x64 (counter based, the same on every platform) keyed with the request's seed: 53 bits of one
 64-bit word a token. So the same seed, logits and parameters give the same ids; a greedy choice draws nothing.
 
+A GPU of that rank runs the chain by itself where it can (`suits_device`): `kernels/draw_triton.py`, by these
+definitions and with these random numbers.
+
 Logprobs are those of the model, not of the chain: the log-softmax of the logits before bias and penalties.
 """
 

@@ -3,8 +3,8 @@
 Most steps choose their token inside the graph too, the greatest or drawn by the request's chain; others end with the
 logits, and the sampler chooses.
 
-Up to three graphs a batch size (a bucket), each captured when it is first wanted. Tables, positions and tokens are
-static buffers; a step reads the token that the step before chose, so that several steps run without the host.
+A graph a batch size (a bucket) and kind of choice, each captured when it is first wanted. Tables, positions and tokens
+are static buffers; a step reads the token that the step before chose, so that several steps run without the host.
 Attention's splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
 """
 
