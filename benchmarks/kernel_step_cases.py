@@ -29,12 +29,20 @@ from gearshift.benchmarks.kernel_cases import (
     randn,
     some_planes,
 )
-from gearshift.proto.ids import KvType
+from gearshift.proto.ids import KvType, RequestId
 from gearshift.proto.kv import row_bytes
 from gearshift.proto.model import Activation, RopeKind
-from gearshift.tests.worker import parcel_kernel_checks, quant_kernel_checks, step_kernel_checks
+from gearshift.proto.ranges import VocabRange
+from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.worker import (
+    draw_kernel_checks,
+    parcel_kernel_checks,
+    quant_kernel_checks,
+    step_kernel_checks,
+)
 from gearshift.worker.device_parcels import DeviceParcels
-from gearshift.worker.kernels import quant_ops, step_ops
+from gearshift.worker.kernels import draw_ops, quant_ops, step_ops
+from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.kv_rows import quantize_q8_0
 from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent
@@ -42,6 +50,8 @@ from gearshift.worker.kernels.quant_planes import FORMATS
 from gearshift.worker.kernels.step_ops import Angles, KvPlace, PartHeads, RopeFacts, SplitBuffers, StepState
 from gearshift.worker.kv import SlotRun
 from gearshift.worker.parcels import Place
+from gearshift.worker.penalties import DevicePenalties
+from gearshift.worker.sampling import Sampler
 
 EPSILON = 1e-5
 
@@ -67,6 +77,8 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
             yield partial(rotated, sizes, batch, quantised_cache)
             yield partial(attended, sizes, batch, quantised_cache)
         yield partial(chosen, sizes, batch)
+        for penalised in (False, True):
+            yield partial(drawn, sizes, batch, penalised)
     yield partial(angles, sizes)
     yield partial(joined, sizes)
     yield partial(gathered_blocks, sizes)
@@ -260,22 +272,47 @@ def attended(sizes: Sizes, batch: int, quantised_cache: bool) -> Case:
     return Case("attend_split and attend_merge", shape, moved, launches, check)
 
 
-def chosen(sizes: Sizes, batch: int) -> Case:
-    logits = randn(batch, sizes.vocab)
+CHOICES = 64 if TIMED else 1
+
+
+def choosing(batch: int, vocab: int) -> tuple[Tensor, StepState, Callable[[], None]]:
+    """Room of a choice among blocks, the batch, and what begins it anew."""
     numbers = torch.zeros(3, batch, dtype=torch.int32, device=DEVICE)
-    times = 64 if TIMED else 1
-    ids = torch.zeros(times + 4, batch, dtype=torch.int32, device=DEVICE)
-    logprobs = torch.zeros(times + 4, batch, device=DEVICE)
-    state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
-    best = torch.zeros(batch, triton.cdiv(sizes.vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
-    launch = partial(step_ops.choose, logits, 0, 1.0, best, state, Exchange.alone(DEVICE, 32))
+    ids = torch.zeros(CHOICES + 4, batch, dtype=torch.int32, device=DEVICE)
+    logprobs = torch.zeros(CHOICES + 4, batch, device=DEVICE)
+    best = torch.zeros(batch, triton.cdiv(vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
 
     def again() -> None:
         numbers.zero_()
 
+    return best, StepState(numbers[0], numbers[1], numbers[2], ids, logprobs), again
+
+
+def chosen(sizes: Sizes, batch: int) -> Case:
+    """The greatest logits."""
+    logits, (best, state, again) = randn(batch, sizes.vocab), choosing(batch, sizes.vocab)
+    launch = partial(step_ops.choose, logits, 0, 1.0, best, state, Exchange.alone(DEVICE, 32))
     check = of_step(partial(step_kernel_checks.check_choice, max(2, batch), sizes.vocab))
     shape = f"{batch} x {sizes.vocab} logits"
-    return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * times, check, again)
+    return Case("best_of_block and choose_token", shape, logits.nbytes, [launch] * CHOICES, check, again)
+
+
+def drawn(sizes: Sizes, batch: int, penalised: bool) -> Case:
+    """Tokens that the users' usual chain draws; or with a penalty for what was said."""
+    logits, (best, state, again) = randn(batch, sizes.vocab), choosing(batch, sizes.vocab)
+    buffers, sampler = DrawBuffers.empty(batch, sizes.vocab, 1, CHOICES + 4, DEVICE), Sampler(sizes.vocab)
+    chains = [SamplingParameters(seed=row, repetition_penalty=1.0 + 0.1 * penalised) for row in range(batch)]
+    for row, chain in enumerate(chains):
+        sampler.open(RequestId(row), chain, ())
+    buffers.feed(sampler.drawn([RequestId(row) for row in range(batch)], CHOICES + 4))
+    if penalised:
+        own = VocabRange(0, sizes.vocab)
+        buffers.set_penalties([DevicePenalties.of(chain, (1, 2, 3), own, DEVICE) for chain in chains])
+    launch = partial(draw_ops.draw, logits, 0, 1.0, best, buffers, state, Exchange.alone(DEVICE, 32), penalised)
+    check = of_step(partial(draw_kernel_checks.check_usual, batch, sizes.vocab, penalised))
+    name = "greatest_of_groups, gather_greatest_groups, sort_greatest and draw_token"
+    name = f"penalise, {name}" if penalised else name
+    return Case(name, f"{batch} x {sizes.vocab} logits", logits.nbytes, [launch] * CHOICES, check, again)
 
 
 # Prompts and shifts

@@ -23,7 +23,7 @@ from .kv import KvStore, SlotRun
 from .link_costs import host_copy_seconds, reduce_seconds, transfer_seconds
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import StageSteps, Steps, Work
+from .model.steps import Choice, StageSteps, Steps, Work
 from .requests import RequestState
 from .sampling import Sampler
 from .timing import Stopwatch
@@ -180,7 +180,7 @@ class CostMeter:
     def _device_tail(self, steps: StageSteps, batch: int) -> float:
         states = [self._made_up(Layout.LAYER, 1) for _ in range(batch)]
         steps.feed(states, [0] * batch, [-1] * batch)  # without a position nothing is noted, however often it runs
-        run = partial(steps.run_head, batch, True)
+        run = partial(steps.run_head, batch, Choice.GREATEST)
         run()  # compiles; the next one is captured
         return self._watch.together(run)
 

@@ -21,7 +21,7 @@ from ..proto.placement.plan import Placement
 from ..proto.reports import LogitRows, SampledToken, Scores, Span, SpanKind
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import Embed, StepResult, Steps, StepsUnderWay
+from .model.steps import Draw, Embed, StepResult, Steps, StepsUnderWay
 from .requests import OpenRequests, RequestState
 from .sampling import Sampler
 from .weights.mapped_file import MappedModel
@@ -150,7 +150,9 @@ class Engine:
         only = batch.entries[0].request if len(batch.entries) == 1 else None
         device_steps = self._device_steps_for(batch, states)
         if device_steps is not None and device_steps.chooses and _chosen_inside(batch, states):
-            self._greedy_steps(device_steps, batch, states, output)
+            positions = [entry.position for entry in batch.entries]
+            result = device_steps.run(states, positions, batch.steps, self._draw_for(states))
+            self._take_tokens(result, states, output)
         else:
             for step in range(batch.steps):
                 begun = time.monotonic()
@@ -166,6 +168,11 @@ class Engine:
         steps = self._steps if everywhere else self._layer_steps
         return steps if steps is not None and steps.serves(states) else None
 
+    @property
+    def draws_on_devices(self) -> bool:
+        """Whether steps may choose tokens by themselves."""
+        return self._steps is not None or self._layer_steps is not None
+
     def begin_steps(self, batch: Batch) -> StepsBegun | None:
         """The batch's steps, issued but not waited for; None where the device does not choose: see `decode`."""
         states = [self._requests[entry.request] for entry in batch.entries]
@@ -173,7 +180,8 @@ class Engine:
         if steps is None or not _chosen_inside(batch, states) or any(state.void for state in states):
             return None
         started = time.monotonic()
-        issued = steps.begin(states, [entry.position for entry in batch.entries], batch.steps)
+        positions = [entry.position for entry in batch.entries]
+        issued = steps.begin(states, positions, batch.steps, self._draw_for(states))
         return None if issued is None else StepsBegun(batch.layout, states, issued, started)
 
     def finish_steps(self, begun: StepsBegun, output: TickOutput, free_since: float) -> None:
@@ -184,8 +192,12 @@ class Engine:
         only = begun.states[0].request if len(begun.states) == 1 else None
         output.note(SpanKind.DECODE, started, finished, only, len(begun.states), begun.layout)
 
-    def _greedy_steps(self, steps: Steps, batch: Batch, states: list[RequestState], output: TickOutput) -> None:
-        self._take_tokens(steps.run(states, [entry.position for entry in batch.entries], batch.steps), states, output)
+    def _draw_for(self, states: list[RequestState]) -> Draw | None:
+        """How a device draws the requests' next tokens; None where the greatest logits will do, on all ranks alike."""
+        if all(state.greedy for state in states):
+            return None
+        requests, sampler = [state.request for state in states], self._sampler
+        return lambda steps: None if sampler is None else sampler.drawn(requests, steps)
 
     def _take_tokens(self, result: StepResult, states: list[RequestState], output: TickOutput) -> None:
         for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
@@ -193,6 +205,8 @@ class Engine:
                 state.last_token = token if math.isfinite(logprob) else 0
                 if self._sampler is not None:
                     output.tokens.append(_device_token(state, logprob, self._compute_type))
+                    if state.penalties is not None and math.isfinite(logprob):
+                        self._sampler.accept(state.request, token)
         now = time.monotonic()
         for state in states:
             state.sampled_at_seconds = now
@@ -289,6 +303,8 @@ class Engine:
         now = time.monotonic()
         for state, token in zip(states, ids_B.tolist(), strict=True):
             state.last_token, state.sampled_at_seconds = token, now
+            if state.penalties is not None:
+                state.penalties.add(token)
 
     def _embed(self, tokens: Sequence[int]) -> Tensor:
         """Rows of the token embedding, gathered and dequantised from the mapped file: f32 [T, D]."""
@@ -304,8 +320,9 @@ class Engine:
 
 
 def _chosen_inside(batch: Batch, states: list[RequestState]) -> bool:
-    """Whether each token is the greatest logit and nothing but the tokens is asked for."""
-    return not batch.logits and all(state.greedy for state in states) and not any(e.forced for e in batch.entries)
+    """Whether devices can choose each token, and nothing but the tokens is asked for."""
+    chooses = all(state.greedy or state.device_draws for state in states)
+    return chooses and not batch.logits and not any(entry.forced for entry in batch.entries)
 
 
 def _device_token(state: RequestState, logprob: float, compute_type: ComputeType) -> SampledToken:

@@ -27,12 +27,14 @@ from ..proto.reports import AnyReport, MemoryReported, SpanKind, TickFinished, W
 from .costs import CostMeter
 from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
+from .kernels.exchange import DRAW_KEYS
 from .kv import KvStore
 from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, return_unused
 from .model.decoder import Decoder
 from .moves import MovesUnderWay
+from .penalties import DevicePenalties
 from .requests import OpenRequests
-from .sampling import Sampler, is_plain_greedy
+from .sampling import Sampler, is_penalised, is_plain_greedy, suits_device
 from .shift import Shifter
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
@@ -86,6 +88,11 @@ class LoadedModel:
             case OpenRequest():
                 self.requests.open(command.request, command.layout, command.table)
                 self.requests[command.request].greedy = is_plain_greedy(command.sampling)
+                state = self.requests[command.request]
+                state.device_draws = suits_device(command.sampling, self.load.spec.vocab, DRAW_KEYS)
+                if state.device_draws and is_penalised(command.sampling) and self.engine.draws_on_devices:
+                    own = self.load.placement.vocab[self.rank]
+                    state.penalties = DevicePenalties.of(command.sampling, command.prompt, own, self.device)
                 if self.sampler is not None:
                     self.sampler.open(command.request, command.sampling, command.prompt, command.sampled)
                 return None

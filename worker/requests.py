@@ -12,6 +12,7 @@ from ..proto.placement.bundles import held_bundles
 from ..proto.placement.plan import Placement
 from .kv import Bundle, SlotRun
 from .parcels import Verdicts
+from .penalties import DevicePenalties
 
 
 class Answer(Protocol):
@@ -43,6 +44,8 @@ class RequestState:
     layout: Layout
     slots: dict[Bundle, SlotRun]
     greedy: bool = False  # the next token is the greatest logit's, and nothing else is asked for
+    device_draws: bool = False  # it is that, or drawn by a chain that devices can run by themselves
+    penalties: DevicePenalties | None = None  # where the device draws and has some
     last_token: int = -1
     sampled_at_seconds: float = 0.0  # monotonic clock of this rank
     shift: ShiftInProgress | None = None

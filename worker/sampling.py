@@ -17,13 +17,16 @@ The chain, in this order (the order and the definitions are llama.cpp's defaults
 Random numbers are Philox4x64 (counter based, the same on every platform) keyed with the request's seed: 53 bits of one
 64-bit word a token. So the same seed, logits and parameters give the same ids; a greedy choice draws nothing.
 
+A GPU of that rank runs the chain by itself where it can (`suits_device`): `kernels/draw_triton.py`, by these
+definitions and with these random numbers.
+
 Logprobs are those of the model, not of the chain: the log-softmax of the logits before bias and penalties.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import inf, isfinite, log
 
 import numpy as np
 import torch
@@ -88,11 +91,7 @@ class RequestSampler:
         self.parameters = parameters
         self._random = np.random.Philox(key=parameters.seed)
         self._random.random_raw(sampled, output=False)
-        self._penalised = (
-            parameters.repetition_penalty != 1.0
-            or parameters.presence_penalty != 0.0
-            or parameters.frequency_penalty != 0.0
-        )
+        self._penalised = is_penalised(parameters)
         self._counts = TokenCounts(parameters.penalty_window)
         bias = dict.fromkeys((token for token, _ in parameters.logit_bias), 0.0)
         for token, value in parameters.logit_bias:
@@ -155,7 +154,8 @@ class RequestSampler:
             parameters = self.parameters
             seen = adjusted_V[ids]
             repetition = parameters.repetition_penalty
-            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            # By a tensor: on a GPU a number's inverse would be multiplied by, and devices that draw do divide.
+            seen = torch.where(seen > 0, seen / torch.full_like(seen, repetition), seen * repetition)
             seen -= counts * parameters.frequency_penalty + parameters.presence_penalty
             adjusted_V[ids] = seen
         return adjusted_V
@@ -199,6 +199,20 @@ class RequestSampler:
         if covered >= parameters.top_p + 1e-9:
             return best
         return in_falling_order(logits_V, torch.arange(logits_V.numel(), device=logits_V.device))
+
+    def chain(self) -> tuple[float, float, float, float]:
+        """What a device wants of the chain: the temperature, top_k, top_p, and the log of min_p."""
+        parameters = self.parameters
+        if parameters.temperature < GREEDY_BELOW:
+            return 1.0, 1.0, 1.0, -inf
+        min_p = log(parameters.min_p) if parameters.min_p > 0.0 else -inf
+        return parameters.temperature, float(parameters.top_k), parameters.top_p, min_p
+
+    def uniforms(self, count: int) -> list[float]:
+        """Random numbers of the next tokens, which these are then: `choose` goes on behind them. Greedy: none drawn."""
+        if self.parameters.temperature < GREEDY_BELOW:
+            return [0.0] * count
+        return [self._uniform() for _ in range(count)]
 
     def _uniform(self) -> float:
         """In [0, 1)."""
@@ -261,6 +275,16 @@ class Sampler:
         top = likeliest(logits_V, total, sampler.parameters.logprobs)
         return SampledToken(request, token, float(logits_V[token]) - total, top)
 
+    def drawn(self, requests: Sequence[RequestId], steps: int) -> Tensor:
+        """What a device needs to choose the next tokens of these requests: f64 [4 + steps, requests].
+
+        Their chains (`RequestSampler.chain`), then a uniform number a step. All `steps` must be run: their numbers are
+        used up. The chains must suit (`suits_device`).
+        """
+        samplers = [self._open(request) for request in requests]
+        columns = [[*sampler.chain(), *sampler.uniforms(steps)] for sampler in samplers]
+        return torch.tensor(columns, dtype=torch.float64).T
+
     def accept(self, request: RequestId, token: int) -> None:
         """A token that was not chosen here enters the history."""
         self._open(request).accept(token)
@@ -279,11 +303,25 @@ def is_plain_greedy(parameters: SamplingParameters) -> bool:
     """Whether the next token is the greatest logit's, nothing else changes it, and no alternatives are told."""
     return (
         parameters.temperature < GREEDY_BELOW
-        and parameters.repetition_penalty == 1.0
-        and parameters.presence_penalty == 0.0
-        and parameters.frequency_penalty == 0.0
+        and not is_penalised(parameters)
         and not parameters.logit_bias
         and parameters.logprobs == 0
+    )
+
+
+def suits_device(parameters: SamplingParameters, vocab: int, most: int) -> bool:
+    """Whether a device can choose the next tokens by itself, from the `most` greatest logits; the same on all ranks."""
+    few = parameters.temperature < GREEDY_BELOW or 0 < parameters.top_k <= min(most, vocab - 1)
+    counted = not is_penalised(parameters) or parameters.penalty_window == -1
+    return few and counted and not parameters.logit_bias and parameters.logprobs == 0
+
+
+def is_penalised(parameters: SamplingParameters) -> bool:
+    """Whether what was said before changes logits."""
+    return (
+        parameters.repetition_penalty != 1.0
+        or parameters.presence_penalty != 0.0
+        or parameters.frequency_penalty != 0.0
     )
 
 

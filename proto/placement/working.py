@@ -28,13 +28,15 @@ KEPT_MASKS = 4
 BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/decode_steps.py)
 USUAL_BATCH = 8  # requests that decode together, at most: steps of more are captured when they come
 BUCKET_STEPS = 64
+DRAW_KEYS = 64  # greatest logits of a row that a sampled choice is made among (kernels/draw_ops.py)
+DRAW_BLOCK, WIDE_VOCAB = 2048, 1 << 17
 LAUNCHES_A_PART = 9  # of a layer in a step
 ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens
 DEEP_CONTEXT = 8192
 SMALL_CHUNK_BUCKETS = (64, 128)
 CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
-GRAPH_BYTES = 8 * MEBIBYTE  # a captured step: its nodes' arguments and what its launches keep
+GRAPH_BYTES = 16 * MEBIBYTE  # captured steps of a batch size: their nodes' arguments and what their launches keep
 LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
 # The code of the libraries for products and attention, 75 MiB on an H200, and the first one's workspace, 32 there.
 LIBRARY_BYTES = 107 * MEBIBYTE
@@ -322,11 +324,12 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     splits = heads * ATTENTION_SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
     table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
-    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4
+    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4 + _draw_bytes(placement, rank)
     sizes = _captured_batches(case)
     held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
     quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, held, forward))
-    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES
+    counts = case.batch * 4 * len(placement.vocab[rank])  # of ids that penalties are for
+    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES + counts
 
 
 def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
@@ -336,6 +339,7 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
     table = block_count(case.context_tokens) + 1
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
     row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * BUCKET_STEPS * 4
+    row += _draw_bytes(placement, rank)
     quantised, launches = [spec.hidden], len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
     for part in range(placement.ranks if len(stage) else 0):
         facts = [(placement.layers[layer].parts[part], spec.layers[layer]) for layer in stage]
@@ -360,6 +364,15 @@ def _held_columns(spec: ModelSpec, placement: Placement, layer: int, part: int) 
     return len(layer_slice(spec, placement, layer, "attn_output.weight", part).held)
 
 
+def _draw_bytes(placement: Placement, rank: int) -> int:
+    """A row's room for sampled choices."""
+    vocab = len(placement.vocab[rank])
+    group = 32 if vocab <= WIDE_VOCAB else 64
+    groups = -(-vocab // DRAW_BLOCK) * (DRAW_BLOCK // group)
+    keys = groups + DRAW_KEYS * (group + 2 * placement.ranks + 2)
+    return 8 * (keys + 4 + BUCKET_STEPS + 1) + 4 * (vocab + 3)
+
+
 def _quantised_bytes(rows: int, columns: int) -> int:
     """Activations in int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
     if rows == 1:
@@ -374,4 +387,5 @@ def _captured_batches(case: WorkingCase) -> list[int]:
 
 def _inbox_bytes(spec: ModelSpec, placement: Placement) -> int:
     """What other ranks write their sums and choices into."""
-    return 4 * placement.ranks * INBOX_ROWS * (2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS)
+    words = 2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS + 2 * 4 * DRAW_KEYS
+    return 4 * placement.ranks * INBOX_ROWS * words

@@ -26,6 +26,7 @@ from gearshift.worker.memory import MemoryLedger
 from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.device_decoder import DeviceDecoder
 from gearshift.worker.model.layer_steps import LayerSteps, can_step_in_layers
+from gearshift.worker.model.steps import Choice
 from gearshift.worker.requests import RequestState
 from gearshift.worker.weights import device_load
 from gearshift.worker.weights.load import WeightLoader
@@ -134,7 +135,7 @@ def stepped(stages: Sequence[Stage], tokens: Sequence[int], positions: Sequence[
         stage.steps.run_stage(count)
     for stage in stages:
         stage.steps.hidden(count).copy_(stages[-1].steps.hidden(count))
-        stage.steps.run_head(count, choose=False)
+        stage.steps.run_head(count, Choice.NONE)
     return torch.cat([stage.steps._bucket(count).logits[:count] for stage in stages], dim=1)
 
 

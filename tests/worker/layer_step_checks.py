@@ -27,10 +27,13 @@ from gearshift.proto.placement import working
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
 from gearshift.proto.placement.working import WorkingCase
+from gearshift.proto.ranges import VocabRange
+from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, cached, passed, stepped
-from gearshift.worker.kernels import quant_ops, step_ops
+from gearshift.worker.kernels import draw_ops, quant_ops, step_ops
+from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
 from gearshift.worker.kernels.quant_matrix import as_quantised
 from gearshift.worker.kernels.quant_ops import QuantizedRows
@@ -39,6 +42,8 @@ from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
 from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
+from gearshift.worker.penalties import DevicePenalties
+from gearshift.worker.sampling import Sampler
 from gearshift.worker.weights import device_load
 
 CPU = torch.device("cpu")
@@ -60,6 +65,8 @@ def bytes_of(item: object) -> int:
         match rest.pop():
             case torch.Tensor() as tensor:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            case DrawBuffers() as draws:
+                rest += [getattr(draws, one.name) for one in fields(draws) if one.name != "host_tables"]
             case dict() as several:
                 rest += several.values()
             case list() | tuple() as several:
@@ -253,6 +260,51 @@ def check_decode_steps(folder: Path) -> Iterator[tuple[str, float, float]]:
         state.last_token = token
     found += steps.run(stage.states, [place + 3 for place in POSITIONS], 1).ids
     yield "decode steps: tokens", float(found != wanted.ids), 0.5
+    for state, token in zip(stage.states, tokens, strict=True):
+        state.last_token = token
+    yield from check_drawn_steps(stage, steps, before)
+
+
+def check_drawn_steps(stage: Stage, steps: DecodeSteps, before: torch.Tensor) -> Iterator[tuple[str, float, float]]:
+    """Tokens drawn inside, greedy ones among them, are those that the sampler draws of each step's logits."""
+    chains = [SamplingParameters(seed=1), SamplingParameters(temperature=0.0), SamplingParameters(seed=2, top_k=3)]
+    chains[2] = replace(chains[2], repetition_penalty=1.5, frequency_penalty=0.5)
+    own = VocabRange(0, stage.spec.vocab)
+
+    def begin_anew() -> None:
+        stage.kv.arena.copy_(before)
+        stage.states[2].penalties = DevicePenalties.of(chains[2], (), own, CPU)
+
+    alone, inside, layers = (Sampler(stage.spec.vocab) for _ in range(3))
+    requests = [state.request for state in stage.states]
+    for request, chain in zip(requests, chains, strict=True):
+        for sampler in (alone, inside, layers):
+            sampler.open(request, chain, ())
+    start = [state.last_token for state in stage.states]
+    begin_anew()
+    first = steps.begin(stage.states, POSITIONS, 2, lambda count: inside.drawn(requests, count))
+    places = [place + 2 for place in POSITIONS]
+    second = steps.begin(stage.states, places, 2, lambda count: inside.drawn(requests, count))
+    assert first is not None
+    assert second is not None
+    one, other = first.result(), second.result()
+    ids, logprobs = one.ids + other.ids, one.logprobs + other.logprobs
+    for state, token in zip(stage.states, start, strict=True):
+        state.last_token = token
+    begin_anew()
+    found = stage.steps.run(stage.states, POSITIONS, 4, lambda count: layers.drawn(requests, count))
+    yield "drawn steps: both layouts alike", float(found.ids != ids), 0.5
+    stage.kv.arena.copy_(before)
+    tokens, wrong, far = start, 0, 0.0
+    for step, line in enumerate(ids):
+        rows = steps.logits(stage.states, tokens, [place + step for place in POSITIONS])
+        for request, row, token, logprob in zip(requests, rows, line, logprobs[step], strict=True):
+            wanted = alone.choose(request, row)
+            wrong += wanted.token != token
+            far = max(far, abs(wanted.logprob - logprob))
+        tokens = line
+    yield "drawn steps: tokens", float(wrong), 0.5
+    yield "drawn steps: logprobs", far, 1e-5
 
 
 def main() -> int:
@@ -262,6 +314,7 @@ def main() -> int:
     device_load.Uploader = Upload  # type: ignore[assignment, misc]
     quant_ops.multiply = plain_product  # type: ignore[assignment]
     step_parts.SPLITS = 2
+    draw_ops.MINE, draw_ops.CHUNK = 512, 2048  # the interpreter's time goes by programs
     bad = 0
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)

@@ -20,7 +20,7 @@ def test_what_the_grid_leaves_is_less_than_a_thirty_second_or_a_step() -> None:
 def test_a_past_on_the_grid_stays_whole() -> None:
     on_it = [512, 768, 2816, 5632, 8192, 8448, 9216, 32768]
     assert [compiled_past(cached) for cached in on_it] == on_it
-    assert compiled_past(511) == 0
+    assert compiled_past(255) == 0
 
 
 def test_chunks_of_up_to_2048_rows_are_ten_sizes() -> None:

@@ -22,6 +22,7 @@ from gearshift.worker.links.open import Links
 from gearshift.worker.links.tensor_group import LoneTensorGroup
 from gearshift.worker.memory import MemoryLedger
 from gearshift.worker.model.decoder import Segment
+from gearshift.worker.model.steps import Choice
 from gearshift.worker.requests import RequestState
 from gearshift.worker.timing import LONG_SECONDS, MOST_REPEATS, Stopwatch, _repeats
 
@@ -68,7 +69,7 @@ class NotedStageSteps:
     chooses: bool = True
     alone_of: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     fed: list[list[int]] = field(default_factory=list)
-    heads: list[tuple[int, bool]] = field(default_factory=list)
+    heads: list[tuple[int, Choice]] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
 
     def forget_beyond(self, requests: int) -> None:
@@ -82,8 +83,8 @@ class NotedStageSteps:
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         self.fed.append(list(positions))
 
-    def run_head(self, count: int, choose: bool) -> None:
-        self.heads.append((count, choose))
+    def run_head(self, count: int, choice: Choice) -> None:
+        self.heads.append((count, choice))
 
 
 def meter(
@@ -161,7 +162,7 @@ def test_steps_through_the_stages_are_timed_as_the_device_runs_them(chooses: boo
     assert steps.forgotten == [USUAL_BATCH], "what larger batches take is in no plan"
     if chooses:
         assert steps.fed == [[-1, -1], [-1]], "rows without a position: nothing is noted"
-        assert set(steps.heads) == {(2, True), (1, True)}
+        assert set(steps.heads) == {(2, Choice.GREATEST), (1, Choice.GREATEST)}
     else:
         assert not steps.heads, "the choice is the sampler's"
 

@@ -29,7 +29,7 @@ card = int(sys.argv[1])
 half = "*fp16" if card < 80 else "*bf16"  # what it computes in
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import exchange_triton, parcel_triton, quant_triton, step_triton
+from gearshift.worker.kernels import draw_triton, exchange_triton, parcel_triton, quant_triton, step_triton
 from gearshift.worker.kernels.cards import split_tile
 from gearshift.worker.kernels.quant_planes import FORMATS
 
@@ -91,6 +91,20 @@ def sources():
     yield source(step_triton.choose_token, dict(tokens="*i32", positions="*i32", steps="*i32", ids_out="*i32",
         out_stride="i32", inboxes="*i64", data_at="i32", flags_at="i32", sequence="*i32", failed="*i32"),
         dict(BLOCKS=32, PADDED=32, RANKS=4, RANK=1, ROWS=16))
+    part = dict(groups="*i64", candidates="*i64", greatest="*i64", stride="i32", first_id="i32", scale="fp32")
+    part |= dict(keyed_stride="i32", keyed_scale="fp32")
+    yield source(draw_triton.penalise, part | dict(counts_at="*i64", rows="i32"), dict(V=64128, BLOCK=2048))
+    yield source(draw_triton.greatest_of_groups, part, dict(V=64128, BLOCK=2048, BLOCKS=32, GROUP=32))
+    for vocab, groups, group in ((64128, 2048, 32), (262144, 4096, 64)):
+        yield source(draw_triton.gather_greatest_groups, part,
+            dict(V=vocab, COUNT=groups, GROUP=group, K=64, MINE=32, CHUNK=256))
+        yield source(draw_triton.sort_greatest, part, dict(COUNT=64 * group, K=64, MINE=32, CHUNK=256))
+    for ranks, rank, penalised in ((1, 0, True), (2, 0, False), (2, 0, True), (2, 1, False), (8, 7, True)):
+        yield source(draw_triton.draw_token, dict(greatest="*i64", merged="*i64", table="*fp64", tokens="*i32",
+            positions="*i32", steps="*i32", ids_out="*i32", out_stride="i32", inboxes="*i64", words_at="i32",
+            sequence="*i32", failed="*i32", rows="i32", stride="i32", scale="fp32", first_id="i32", counts_at="*i64"),
+            dict(V=64128, BLOCKS=32, PADDED=32, K=64, RANKS=ranks, KEYS=64 * ranks, RANK=rank, SAMPLER=ranks - 1,
+                 ROWS=16, PENALISED=penalised))
     parcels = dict.fromkeys(("arena", "slots", "parcel", "weights", "verdicts"), "*i64") | {"salt": "i64"}
     parcels |= dict.fromkeys(("slot_words", "first_block", "first_word", "words", "number"), "i32")
     yield source(parcel_triton.pack_blocks, parcels, dict(WIDTH=1021, TILE=4096))
@@ -140,6 +154,10 @@ def test_products_over_planes_are_right_in_the_interpreter() -> None:
 
 def test_kernels_between_products_are_right_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.step_kernel_checks"], TRITON_INTERPRET="1")
+
+
+def test_sampled_choices_are_the_samplers_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.draw_kernel_checks"], TRITON_INTERPRET="1")
 
 
 def test_steps_of_the_layer_layout_are_what_its_passes_are_in_the_interpreter() -> None:

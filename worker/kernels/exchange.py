@@ -1,7 +1,7 @@
 """Where ranks write what the others need of a decode step: inboxes, and what a kernel must know of them.
 
-An inbox: words [2, ranks, MOST_ROWS, width] of a value and a number, triples [2, ranks, MOST_ROWS, 4], their flags. How
-they are used: see `exchange_triton`.
+An inbox: words [2, ranks, MOST_ROWS, width] of a value and a number, triples [2, ranks, MOST_ROWS, 4], their flags, and
+words [ranks, MOST_ROWS, DRAW_WORDS]. How they are used: see `exchange_triton`, and `draw_triton` for the last.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from torch import Tensor
 
 MOST_ROWS = 16  # of a decode step
 FLAG_WORDS = 32
+DRAW_KEYS = 64  # greatest logits of a rank and row, among which a sampled choice is made
+DRAW_WORDS = 4 * DRAW_KEYS  # of 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Exchange:
     inboxes: Tensor
     sums_sequence: Tensor  # int32 [MOST_ROWS]: the number of the last sum
     choice_sequence: Tensor
+    draw_sequence: Tensor
     failed: Tensor  # int32 [1]: a peer did not come in time
     on_host: bool = False  # inboxes are in the host's memory: far for those who wait
     keep: object = None  # what the inboxes' memory belongs to
@@ -36,11 +39,15 @@ class Exchange:
     def triples_flags_at(self) -> int:
         return self.triples_at + 2 * self.ranks * MOST_ROWS * 4
 
+    @property
+    def draws_at(self) -> int:
+        return self.triples_flags_at + self.ranks * MOST_ROWS * FLAG_WORDS
+
     @staticmethod
     def inbox_words(ranks: int, width: int) -> int:
         """4-byte words of an inbox."""
         rows = ranks * MOST_ROWS
-        return 2 * 2 * rows * width + 2 * rows * 4 + rows * FLAG_WORDS
+        return 2 * 2 * rows * width + 2 * rows * 4 + rows * FLAG_WORDS + 2 * rows * DRAW_WORDS
 
     @classmethod
     def alone(cls, device: torch.device, width: int) -> "Exchange":
@@ -54,4 +61,5 @@ class Exchange:
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=inboxes.device)
 
-        return cls(ranks, rank, width, inboxes, zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(1), on_host, keep)
+        numbers = zeros(MOST_ROWS), zeros(MOST_ROWS), zeros(MOST_ROWS)
+        return cls(ranks, rank, width, inboxes, *numbers, zeros(1), on_host, keep)

@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: a whole step under tensor parallelism, its sums inside.
 
-Greedy steps choose their token inside the graph too; others end with the logits, and the sampler chooses.
+Most steps choose their token inside the graph too, the greatest or drawn by the request's chain; others end with the
+logits, and the sampler chooses.
 
-Two graphs a batch size (a bucket), each captured when it is first wanted. Tables, positions and tokens are static
-buffers; a step reads the token that the step before chose, so that several steps run without the host. Attention's
-splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
+A graph a batch size (a bucket) and kind of choice, each captured when it is first wanted. Tables, positions and tokens
+are static buffers; a step reads the token that the step before chose, so that several steps run without the host.
+Attention's splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
 """
 
 import operator
@@ -37,6 +38,7 @@ from .step_parts import (
     splits_for,
     table_blocks,
 )
+from .steps import Choice, Draw
 
 
 def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
@@ -63,8 +65,8 @@ class _Bucket(BatchBuffers):
             for _ in range(2)
         ]
         """Twice the results and whether a peer was missing: of steps that nobody has read, and of those behind."""
-        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether the token is chosen inside
-        self.warm = False
+        self.graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
+        self.warm: set[Choice] = set()  # whose kernels are compiled
 
 
 class IssuedSteps:
@@ -107,7 +109,7 @@ class IssuedSteps:
 
 
 class DecodeSteps:
-    """Runs greedy steps of up to 16 requests."""
+    """Runs steps of up to 16 requests."""
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int
@@ -136,18 +138,21 @@ class DecodeSteps:
         bucket = self._bucket(len(states))
         bucket.set_tables(states, self._bundles)
         bucket.feed(tokens, positions)
-        self._one_step(bucket, choose=False)
+        self._one_step(bucket, Choice.NONE)
         self._exchange_held()
         scale = self._spec.logit_scale
         return bucket.logits[: len(states)] if scale == 1.0 else bucket.logits[: len(states)] * scale
 
-    def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
+    def run(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> StepResult:
         """`steps` tokens for every request; its last token is the first input, at its position."""
         ids: list[list[int]] = []
         logprobs: list[list[float]] = []
         while len(ids) < steps:
             done = len(ids)
-            under_way = self.begin(states, [place + done for place in positions], min(MOST_STEPS, steps - done))
+            places = [place + done for place in positions]
+            under_way = self.begin(states, places, min(MOST_STEPS, steps - done), draw)
             assert under_way is not None, "steps are under way that nobody has read"
             result = under_way.result()
             ids += result.ids
@@ -156,7 +161,9 @@ class DecodeSteps:
                 state.last_token = token
         return StepResult(ids, logprobs)
 
-    def begin(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> "IssuedSteps | None":
+    def begin(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> "IssuedSteps | None":
         unread = None if self._last is None or self._last.was_read else self._last
         if steps > MOST_STEPS or (unread is not None and not unread.leads_to(states, positions)):
             return None
@@ -166,8 +173,9 @@ class DecodeSteps:
             bucket.state.steps.zero_()  # the last tokens and positions are on the device
         else:
             bucket.feed([state.last_token for state in states], positions)
+        choice = bucket.feed_draws(draw, states, steps)
         for _ in range(steps):
-            self._one_step(bucket, choose=True)
+            self._one_step(bucket, choice)
         self._last = IssuedSteps(bucket, self._exchange, states, positions, steps, unread)
         return self._last
 
@@ -188,24 +196,25 @@ class DecodeSteps:
             self._buckets[size] = _Bucket(size, self._spec, self._decoder, ranks, self._blocks, self._splits)
         return self._buckets[size]
 
-    def _one_step(self, bucket: _Bucket, choose: bool) -> None:
-        if choose in bucket.graphs:
-            bucket.graphs[choose].replay()
-        elif not bucket.warm or not bucket.results.is_cuda:  # Triton may interpret: then nothing is captured
-            self._launch(bucket, choose=True)  # compiles the kernels
-            bucket.warm = True
+    def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
+        known = Choice.GREATEST if choice is Choice.NONE else choice  # has the same kernels, and its own
+        if choice in bucket.graphs:
+            bucket.graphs[choice].replay()
+        elif known not in bucket.warm or not bucket.results.is_cuda:  # Triton may interpret: then nothing is captured
+            self._launch(bucket, known)  # compiles the kernels
+            bucket.warm.add(known)
         else:
             torch.cuda.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._launch(bucket, choose)
-            bucket.graphs[choose] = graph
+                self._launch(bucket, choice)
+            bucket.graphs[choice] = graph
             graph.replay()
 
-    def _launch(self, bucket: _Bucket, choose: bool) -> None:
-        spec, decoder, exchange = self._spec, self._decoder, self._exchange
+    def _launch(self, bucket: _Bucket, choice: Choice) -> None:
+        decoder, exchange = self._decoder, self._exchange
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
         decoder.angles(bucket.state.positions, bucket.angles)
@@ -224,10 +233,7 @@ class DecodeSteps:
                 layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
             )  # fmt: skip
         as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
-        if not choose:
-            return
-        first_id = self._placement.vocab[exchange.rank].first
-        step_ops.choose(bucket.logits, first_id, spec.logit_scale, bucket.best, bucket.state, exchange)
+        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
 
     def _attention(self, layer: LayerWeights, number: int, bucket: _Bucket) -> bool:
         """The own heads' share, to `bucket.partial`; whether the other ranks are told already."""

@@ -1,9 +1,10 @@
 """Decode steps of the layer layout as CUDA graphs: a stage's layers with all their parts, and the head behind them.
 
 A step goes from stage to stage: each runs its layers over a static buffer of hidden rows, whose content is made known
-to all ranks then, outside the graphs. Behind the last stage every rank has its rows of the head; the choice of greedy
-steps is in that graph too. A layer's parts meet in its two sums alone: inside a graph they are branches that run side
-by side, so that a product of one part fills what another's leaves idle. Rows do not see each other anywhere.
+to all ranks then, outside the graphs. Behind the last stage every rank has its rows of the head; where the device
+chooses the token, that is in this graph too. A layer's parts meet in its two sums alone: inside a graph they are
+branches that run side by side, so that a product of one part fills what another's leaves idle. Rows do not see each
+other anywhere.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,7 @@ from .step_parts import (
     splits_for,
     table_blocks,
 )
-from .steps import Work
+from .steps import Choice, Draw, Work
 
 Broadcast = Callable[[Tensor, int], Tensor]  # (rows, the rank they come from): its content on every rank
 
@@ -135,11 +136,13 @@ class LayerSteps:
         Valid until the next step.
         """
         self.feed(states, tokens, positions)
-        self._one_step(len(states), choose=False)
+        self._one_step(len(states), Choice.NONE)
         logits = self._bucket(len(states)).logits[: len(states)]
         return logits if self._spec.logit_scale == 1.0 else logits * self._spec.logit_scale
 
-    def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
+    def run(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> StepResult:
         """`steps` tokens for every request; its last token is the first input, at its position."""
         bucket = self._bucket(len(states))
         self.feed(states, [state.last_token for state in states], positions)
@@ -148,15 +151,18 @@ class LayerSteps:
             count = min(len(bucket.state.ids), steps - len(result.ids))
             if result.ids:
                 bucket.state.steps.zero_()
+            choice = bucket.feed_draws(draw, states, count)
             for _ in range(count):
-                self._one_step(len(states), choose=True)
+                self._one_step(len(states), choice)
             more = StepResult.of(bucket.results[:, :count, : len(states)].cpu())  # waits for the steps
             result = StepResult(result.ids + more.ids, result.logprobs + more.logprobs)
         if self._exchange is not None and self._exchange.ranks > 1:
             check_peers(int(self._exchange.failed.item()))
         return result
 
-    def begin(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> None:
+    def begin(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> None:
         """Never: each step waits for other ranks between its graphs."""
 
     def forget_beyond(self, requests: int) -> None:
@@ -177,10 +183,10 @@ class LayerSteps:
         bucket = self._bucket(count)
         self._play(bucket, "layers", partial(self._launch_layers, bucket))
 
-    def run_head(self, count: int, choose: bool) -> None:
-        """The head over the hidden rows; `choose`: and the greedy token, which is the next step's input."""
+    def run_head(self, count: int, choice: Choice) -> None:
+        """The head over the hidden rows, and the token that is the next step's input, if the device chooses."""
         bucket = self._bucket(count)
-        self._play(bucket, "choice" if choose else "head", partial(self._launch_head, bucket, choose))
+        self._play(bucket, f"head, {choice.name}", partial(self._launch_head, bucket, choice))
 
     def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Work:
         """Some layers of the stage over whatever rows there are, to be timed: captured where that can be."""
@@ -190,7 +196,7 @@ class LayerSteps:
         work()  # compiles the kernels
         return self._captured(work).replay if self._on_device else work
 
-    def _one_step(self, count: int, choose: bool) -> None:
+    def _one_step(self, count: int, choice: Choice) -> None:
         hidden = self.hidden(count)
         for stage, layers in enumerate(self._placement.stages):
             if not len(layers):
@@ -198,7 +204,7 @@ class LayerSteps:
             if stage == self._rank:
                 self.run_stage(count)
             self._broadcast(hidden, stage)
-        self.run_head(count, choose)
+        self.run_head(count, choice)
 
     def _bucket(self, count: int) -> _Bucket:
         size = bucket_size(count)
@@ -275,12 +281,11 @@ class LayerSteps:
         """One part's columns of the feed-forward block, to `share` [B, D]."""
         as_quantised(part.down).multiply_quantized(room.gate(part, bucket), share)
 
-    def _launch_head(self, bucket: _Bucket, choose: bool) -> None:
+    def _launch_head(self, bucket: _Bucket, choice: Choice) -> None:
         weights, exchange = self._decoder.weights, self._exchange
         step_ops.finish_half(
             None, bucket.hidden, weights.output_norm, None, self._spec.norm_epsilon, bucket.normed
         )
         as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
-        if choose and exchange is not None:
-            first_id = self._placement.vocab[self._rank].first
-            step_ops.choose(bucket.logits, first_id, self._spec.logit_scale, bucket.best, bucket.state, exchange)
+        if exchange is not None:
+            bucket.choose(choice, self._placement.vocab[self._rank].first, self._spec.logit_scale, exchange)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ...proto.errors import WorkerLostError
 from ...proto.model import LayerSpec, ModelSpec
-from ..kernels import step_ops
+from ..kernels import draw_ops, step_ops
+from ..kernels.draw_ops import DrawBuffers
+from ..kernels.exchange import Exchange
 from ..kernels.matrix import AnyMatrix
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.quant_ops import QuantizedRows
@@ -19,6 +21,7 @@ from ..kv import Bundle, SlotRun
 from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .device_decoder import DeviceDecoder
+from .steps import Choice, Draw
 
 BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
 MOST_STEPS = 64  # between two looks at the results
@@ -108,7 +111,7 @@ class BatchBuffers:
     """Static buffers of one batch size."""
 
     def __init__(self, size: int, spec: ModelSpec, decoder: DeviceDecoder, tables: int, blocks: int) -> None:
-        """`tables`: so many bundles of a request have one, of `blocks` places."""
+        """`tables`: so many bundles of a request have one, of `blocks` places; as many as there are ranks."""
         device, vocab = decoder.device, as_quantised(decoder.weights.head).rows
         inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         results = torch.zeros((2, MOST_STEPS, size), dtype=torch.int32, device=device)
@@ -122,6 +125,7 @@ class BatchBuffers:
         self.logits = torch.zeros((size, vocab), dtype=torch.float32, device=device)
         best = (size, -(-vocab // step_ops.BEST_BLOCK), 4)
         self.best = torch.zeros(best, dtype=torch.float32, device=device)
+        self.draws = DrawBuffers.empty(size, vocab, tables, MOST_STEPS, device)
 
     def feed(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position, and change nothing."""
@@ -129,6 +133,22 @@ class BatchBuffers:
         lines = [[*tokens, *[0] * spare], [*positions, *[-1] * spare], [0] * self.size]
         # From pageable memory: the call has read it when it returns, and the next may come at once.
         self.inputs.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
+
+    def choose(self, choice: Choice, first_id: int, scale: float, exchange: Exchange) -> None:
+        """The next tokens, of the logits that are there; together on all ranks."""
+        if choice is Choice.GREATEST:
+            step_ops.choose(self.logits, first_id, scale, self.best, self.state, exchange)
+        elif choice is not Choice.NONE:
+            penalised = choice is Choice.PENALISED
+            draw_ops.draw(self.logits, first_id, scale, self.best, self.draws, self.state, exchange, penalised)
+
+    def feed_draws(self, draw: Draw | None, states: Sequence[RequestState], steps: int) -> Choice:
+        """Set what the next steps draw by; how they choose."""
+        if draw is None:
+            return Choice.GREATEST
+        self.draws.feed(draw(steps))
+        penalised = self.draws.set_penalties([state.penalties for state in states])
+        return Choice.PENALISED if penalised else Choice.DRAWN
 
     def set_tables(self, states: Sequence[RequestState], bundles: Sequence[Bundle]) -> None:
         """Where the requests' keys and values lie: a table for each of `bundles`."""

@@ -1,6 +1,7 @@
 """What the engine knows of a device's own decode steps; the CPU has none."""
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 from torch import Tensor
@@ -8,7 +9,18 @@ from torch import Tensor
 from ..requests import RequestState
 
 Work = Callable[[], None]
+Draw = Callable[[int], Tensor | None]
+"""So many steps' chains and random numbers, which are used up then: `sampling.Sampler.drawn`. None: others sample."""
 Embed = Callable[[Sequence[int]], Tensor]  # token ids to f32 [T, D] on the device
+
+
+class Choice(Enum):
+    """What a step ends with."""
+
+    NONE = "the logits"
+    GREATEST = "the token of the greatest logit"
+    DRAWN = "a token that each request's chain draws"
+    PENALISED = "the same, with penalties for what was said"
 
 
 class StepResult(Protocol):
@@ -45,17 +57,22 @@ class Steps(Protocol):
         """One step that feeds `tokens` at `positions`: this rank's logits, f32 [B, own vocab]; for the next step's
         time only."""
 
-    def run(self, states: Sequence[RequestState], positions: Sequence[int], steps: int) -> StepResult:
-        """`steps` greedy tokens for every request, from its last token on, chosen on the devices."""
+    def run(
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
+    ) -> StepResult:
+        """`steps` tokens for every request, from its last token on, chosen on the devices.
+
+        By what `draw` gives, on all ranks or none; without it the greatest.
+        """
 
     def begin(
-        self, states: Sequence[RequestState], positions: Sequence[int], steps: int
+        self, states: Sequence[RequestState], positions: Sequence[int], steps: int, draw: Draw | None = None
     ) -> StepsUnderWay | None:
         """As `run`, without waiting: the device goes on while the host reads, reports and hears what comes next.
 
         Where steps are under way whose tokens were not read yet, only these requests' next positions can follow, since
         the device alone knows their tokens; None where others are asked for, or more than can be begun at once, or
-        where steps can only be run.
+        where steps can only be run. Then nothing of `draw` is used up.
         """
 
     def forget_beyond(self, requests: int) -> None:
@@ -68,7 +85,7 @@ class StageSteps(Steps, Protocol):
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; a row whose position is -1 changes nothing."""
 
-    def run_head(self, count: int, choose: bool) -> None:
+    def run_head(self, count: int, choice: Choice) -> None:
         """Behind the last layer of a step of `count` rows; together on all ranks where tokens are chosen."""
 
     def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Work:
