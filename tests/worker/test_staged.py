@@ -1,17 +1,27 @@
-"""What staged copies are used for, as far as no GPU is needed to say so; and, on two GPUs, that they carry all."""
+"""What staged copies are used for, and the memory they lie in, as far as no GPU is needed to say so."""
 
-import json
+import ctypes
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gearshift.tests.worker.staged_helpers import FakeStreams
+from gearshift.tests.worker.test_ring import SHAPE, RecordedQueue
+from gearshift.worker.links.host_memory import NamelessMemory, mapped
+from gearshift.worker.links.host_rings import open_rings, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.links.pipeline import Incoming, Outgoing
+from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn
 from gearshift.worker.links.staged_choice import StagedTimes
-from gearshift.worker.links.staged_sums import ALIGNED_VALUES, blocks_of
+from gearshift.worker.links.staged_sums import ALIGNED_VALUES, BLOCK_BYTES, StagedSums, blocks_of, spans
+from gearshift.worker.links.staging import RINGS_BYTES, moving_shape, summing_shape
 
 CPU = torch.device("cpu")
 COUNTS = (1 << 18, 1 << 20, 1 << 22)
@@ -79,35 +89,115 @@ def test_both_ends_of_an_edge_choose_staged_copies_by_size_alone() -> None:
     assert outgoing.ways() == [wire, sender]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("values", [1, 31, 64, 1000, 524_288, 3_000_001])
-def test_each_value_is_added_up_by_one_rank_once(values: int, ranks: int) -> None:
-    blocks = blocks_of(values, 2, ranks)
-    assert all(len(block) == ranks for block in blocks)
-    covered = sorted(span for block in blocks for span in block if span[0] < span[1])
-    assert covered[0][0] == 0
-    assert covered[-1][1] == values
-    assert all(one[1] == other[0] for one, other in pairwise(covered))
-    assert all(first % ALIGNED_VALUES == 0 for first, _ in covered)
+def test_a_stripe_falls_on_whole_lines_and_every_value_into_one(values: int, ranks: int) -> None:
+    stripes = spans(0, values, ranks)
+    assert len(stripes) == ranks
+    assert stripes[0][0] == 0
+    assert stripes[-1][1] == values
+    assert all(one[1] == other[0] for one, other in pairwise(stripes))
+    assert all(first % ALIGNED_VALUES == 0 or first == values for first, _ in stripes)
 
 
-def test_large_sums_go_in_blocks() -> None:
-    assert len(blocks_of(8 << 20, 2, 2)) == 2
-    assert len(blocks_of(1 << 20, 2, 2)) == 1
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("value_bytes", [2, 4])
+def test_what_comes_of_a_block_fits_the_buffer(value_bytes: int, ranks: int) -> None:
+    buffer_bytes = StagedSums(NotedLink(), 0, ranks, CPU)._received.nbytes  # type: ignore[arg-type]
+    for values in (1, BLOCK_BYTES // value_bytes, BLOCK_BYTES // value_bytes + 1, 33_554_433):
+        blocks = blocks_of(values, value_bytes)
+        assert (blocks[0][0], blocks[-1][1]) == (0, values)
+        assert all(one[1] == other[0] for one, other in pairwise(blocks))
+        for first, end in blocks:
+            largest = max(last - start for start, last in spans(0, end - first, ranks)) if ranks > 2 else end - first
+            assert largest * value_bytes * (ranks - 1) <= buffer_bytes
+    assert len(blocks_of(BLOCK_BYTES // value_bytes, value_bytes)) == 1
 
 
-@pytest.mark.cuda
-def test_two_gpus_without_peer_access_carry_everything_staged(tmp_path: Path) -> None:
-    """Bytes, rows and sums of many sizes, in both directions, more than the rings hold; and a peer that is gone."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    from gearshift.tests.worker.staged_program import run_ranks
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_the_rings_of_a_rank_stay_within_their_bound(ranks: int) -> None:
+    for shape in (moving_shape(ranks), summing_shape(ranks)):
+        assert shape.least_piece_bytes <= shape.slot_bytes
+        assert shape.slot_bytes % LINE_BYTES == 0
+        assert 2 * (ranks - 1) * shape.slots * shape.slot_bytes <= RINGS_BYTES
 
-    outcomes = [json.loads(text) for text in run_ranks(tmp_path)]
-    for outcome in outcomes:
-        assert outcome["moves"] == "all arrived"
-        assert outcome["rows"] == "all arrived"
-        assert outcome["sums"] == "all right"
-    assert outcomes[0]["digest"] == outcomes[1]["digest"]
-    assert outcomes[0]["late"].startswith("CollectiveTimeoutError: waited 1."), outcomes[0]["late"]
-    assert "rank 1" in outcomes[0]["late"]
+
+class PlainRanks:
+    """One rank that is told what others answer."""
+
+    def __init__(self, others_can: bool = True) -> None:
+        self.told: list[str] = []
+        self._others_can = others_can
+
+    def together(self, what: str, attempt: Callable[[], Any]) -> Any:
+        try:
+            found = attempt()
+        except (RuntimeError, OSError, ValueError) as error:
+            self.told.append(f"{what}: {error}")
+            return None
+        return found if self._others_can else None
+
+    def add_up(self, numbers: Any) -> Any:
+        return [list(each) for each in numbers]
+
+
+def test_memory_is_had_without_a_name_and_nothing_of_it_is_left_behind() -> None:
+    streams = FakeStreams()
+    before = len(os.listdir("/proc/self/fd"))
+    rings = open_rings("keys", "a group", [(0, 1), (0, 2)], SHAPE, 0, PlainRanks(), streams)
+    assert rings is not None
+    assert len(streams.registered) == 2
+    assert len(os.listdir("/proc/self/fd")) == before + 2, "what is mapped stays open, once"
+    assert not [name for name in os.listdir("/dev/shm") if "keys" in name]
+    for ring in rings.values():
+        assert not ring.given_up
+        ring.close()
+    assert not streams.registered
+
+
+def test_where_descriptors_cannot_be_reached_the_memory_has_a_name_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NamelessMemory, "path", lambda *_: "/proc/0/fd/0")
+    ranks = PlainRanks()
+    rings = open_rings("keys", "a/group", [(0, 1)], SHAPE, 0, ranks, FakeStreams())
+    assert rings is not None
+    assert len(ranks.told) == 1
+    assert "without a name" in ranks.told[0]
+    assert "/proc/0/fd/0" in ranks.told[0]
+    assert not [name for name in os.listdir("/dev/shm") if "gearshift-keys" in name]
+
+
+def test_memory_that_the_driver_does_not_pin_is_let_go_and_the_cause_told() -> None:
+    streams, ranks = FakeStreams(), PlainRanks()
+    streams.refused = "cuMemHostRegister of the CUDA driver failed: CUDA_ERROR_OPERATING_SYSTEM (304)"
+    assert open_rings("keys", "a group", [(0, 1)], SHAPE, 0, ranks, streams) is None
+    assert ranks.told == [f"keys: host memory pinned: {streams.refused}"]
+    assert not streams.registered
+
+
+@pytest.mark.slow
+def test_a_ring_carries_bytes_to_another_process_and_back() -> None:
+    """Through memory that the other reaches by this process's descriptor."""
+    from gearshift.tests.worker import staged_peer_program
+
+    source, draw = NamelessMemory(), random.Random(7)
+    sizes = [1, 999, 5000, 64 << 10]
+    ways = [source.path((0, 1), source.make((0, 1), ring_bytes(SHAPE))) for _ in range(2)]
+    rings = [mapped(way, ring_bytes(SHAPE)) for way in ways]
+    out, into = RecordedQueue(), RecordedQueue()
+    sending = SendingEnd(SHAPE, placed(rings[0], SHAPE, rings[0].address), [out])
+    fetching = FetchingEnd(SHAPE, placed(rings[1], SHAPE, rings[1].address), [into])
+    command = [sys.executable, staged_peer_program.__file__, *ways, *map(str, sizes)]
+    with subprocess.Popen(command) as peer:
+        try:
+            for size in sizes:
+                data, back = draw.randbytes(size), ctypes.create_string_buffer(size)
+                kept = ctypes.create_string_buffer(data, size)
+                in_turn([sending.issue(ctypes.addressof(kept), size)], [fetching.issue(ctypes.addressof(back), size)])
+                staged_peer_program.work_off(out, into)
+                assert back.raw == data
+            assert peer.wait(staged_peer_program.SECONDS) == 0
+        finally:
+            peer.kill()
+            source.forget()

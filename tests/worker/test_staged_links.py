@@ -14,8 +14,8 @@ from gearshift.tests.worker.test_ring import SHAPE
 from gearshift.worker.links import staged
 from gearshift.worker.links.errors import CollectiveTimeoutError, LinkFailedError
 from gearshift.worker.links.host_memory import Mapped
-from gearshift.worker.links.host_rings import HostRing, ring_bytes
-from gearshift.worker.links.ring import LINE_BYTES, RingPlace
+from gearshift.worker.links.host_rings import HostRing, placed, ring_bytes
+from gearshift.worker.links.ring import LINE_BYTES
 from gearshift.worker.links.staged import Lanes, Piles, StagedHandle, StagedLink
 from gearshift.worker.links.staged_sums import StagedSums
 
@@ -34,8 +34,7 @@ def made_ring(streams: FakeStreams) -> HostRing:
     segment = mmap.mmap(-1, ring_bytes(SHAPE))
     memory = Mapped(segment, addressof(c_char.from_buffer(segment)))
     words = streams.register(memory.address, ring_bytes(SHAPE))
-    place = RingPlace(slots=memory.address + 4096, words=words)
-    return HostRing(place, memory.words(LINE_BYTES, SHAPE.word_lines), memory, streams, SHAPE.slots)
+    return HostRing(placed(memory, SHAPE, words), memory.words(LINE_BYTES, SHAPE.word_lines), memory, streams, SHAPE.slots)
 
 
 class Cards:

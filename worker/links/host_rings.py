@@ -94,6 +94,11 @@ def ring_bytes(shape: RingShape) -> int:
     return _slots_from(shape) + -(-shape.slots * shape.slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def placed(memory: Mapped, shape: RingShape, words: int) -> RingPlace:
+    """`words`: the address of its first byte as queues take it."""
+    return RingPlace(slots=memory.address + _slots_from(shape), words=words)
+
+
 def _slots_from(shape: RingShape) -> int:
     return -(-shape.word_bytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -127,8 +132,7 @@ def _registered(memory: dict[Pair, Mapped], shape: RingShape, driver: Driver) ->
     try:
         for pair, each in memory.items():
             words = driver.register(each.address, ring_bytes(shape))
-            place = RingPlace(slots=each.address + _slots_from(shape), words=words)
-            rings[pair] = HostRing(place, each.words(LINE_BYTES, shape.word_lines), each, driver, shape.slots)
+            rings[pair] = HostRing(placed(each, shape, words), each.words(LINE_BYTES, shape.word_lines), each, driver, shape.slots)
     except RuntimeError:
         for ring in rings.values():
             ring.close()

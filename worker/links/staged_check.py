@@ -73,6 +73,7 @@ def usable_driver(device: torch.device) -> DriverWords:
 
 def check_words(queue: CopyQueue, memory: CheckMemory, is_through: Callable[[], bool]) -> None:
     """A stream writes a word of pinned memory, waits for it, and goes on. Raises NotStagedError."""
+    memory.words.set(0, 0xFFFF_FFF0)
     queue.write(memory.word(0), 0xFFFF_FFFE)
     queue.wait(memory.word(0), 0xFFFF_FFFE)
     queue.write(memory.word(0), 1)  # three beyond, over the end of the numbers
