@@ -1,6 +1,7 @@
 """Streams that are lists, and a driver for them: staged copies without a card, in one process or in several."""
 
 import ctypes
+import mmap
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from gearshift.tests.worker.test_ring import RecordedQueue
+from gearshift.worker.links.host_memory import Mapped
+from gearshift.worker.links.host_rings import HostRing, pinned_ring, ring_bytes
+from gearshift.worker.links.ring import RingShape
 
 CPU = torch.device("cpu")
 
@@ -90,6 +94,12 @@ class FakeStreams:
     @property
     def idle(self) -> bool:
         return not any(stream.queue.steps for stream in self.all.values())
+
+
+def made_ring(streams: FakeStreams, shape: RingShape) -> HostRing:
+    """In memory of this process."""
+    segment = mmap.mmap(-1, ring_bytes(shape))
+    return pinned_ring(Mapped(segment, ctypes.addressof(ctypes.c_char.from_buffer(segment))), shape, streams)
 
 
 @contextmanager

@@ -7,21 +7,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gearshift.tests.worker.staged_helpers import FakeStreams
+from gearshift.tests.worker.staged_helpers import FakeStreams, made_ring
 from gearshift.tests.worker.test_ring import SHAPE, RecordedQueue
+from gearshift.worker.links import staging
 from gearshift.worker.links.host_memory import NamelessMemory, mapped
 from gearshift.worker.links.host_rings import open_rings, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.links.pipeline import Incoming, Outgoing
 from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn
+from gearshift.worker.links.staged import Lanes
+from gearshift.worker.links.staged_check import NotStagedError
 from gearshift.worker.links.staged_choice import StagedTimes
 from gearshift.worker.links.staged_sums import ALIGNED_VALUES, BLOCK_BYTES, StagedSums, blocks_of, spans
-from gearshift.worker.links.staging import RINGS_BYTES, moving_shape, summing_shape
+from gearshift.worker.links.staging import RINGS_BYTES, Staging, moving_shape, summing_shape
 
 CPU = torch.device("cpu")
 COUNTS = (1 << 18, 1 << 20, 1 << 22)
@@ -201,3 +205,87 @@ def test_a_ring_carries_bytes_to_another_process_and_back() -> None:
         finally:
             peer.kill()
             source.forget()
+
+
+class NotedWays:
+    """Takes note of what is to go staged; a tensor group, moves and edges in one."""
+
+    def __init__(self) -> None:
+        self.least: list[int] = []
+
+    def stage(self, *given: Any) -> None:
+        self.least.append(given[-1])
+
+    def start(self, *_: Any) -> "NotedWays":
+        return self
+
+    def order(self) -> None: ...
+
+    def sum_by_backend(self, _: Any) -> None: ...
+
+
+FAST, SLOW = 1e-3, 2e-3
+
+
+def staged_ways(
+    monkeypatch: pytest.MonkeyPatch, nccl_seconds: float, times: dict[str, float], able: bool = True
+) -> tuple[list[NotedWays], Staging, FakeStreams]:
+    """Which of keys and values, rows and sums go staged where these take so long; NCCL takes SLOW."""
+    streams, ways = FakeStreams(), [NotedWays() for _ in range(3)]
+
+    def usable(_: Any) -> FakeStreams:
+        if not able:
+            raise NotStagedError("the word is 0x0")
+        return streams
+
+    def compared(what: str, backend: Any, staged: Any, _: Any) -> StagedTimes:
+        backend(1 << 20)()
+        return StagedTimes(what, (1 << 20,), (SLOW,), (times[what],))
+
+    lanes = Lanes([streams.new()], [streams.new()])  # type: ignore[list-item]
+    def opened_rings(_: str, __: str, pairs: Any, shape: Any, *___: Any) -> Any:
+        return {pair: made_ring(streams, shape) for pair in pairs}
+
+    for name, made in {
+        "open_rings": opened_rings,
+        "slowest_seconds": lambda *_: (nccl_seconds,), "usable_driver": usable, "compare": compared,
+        "StreamChooser": lambda *_: SimpleNamespace(lanes=lambda *_: lanes, close=lambda: None),
+        "prove": lambda *_: True,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(staging, name, made)
+    opened = Staging(0, 2, CPU, "a group", 10.0)
+    opened._ranks = PlainRanks()  # type: ignore[assignment]
+    kv, rows, sums = ways
+    opened.open(kv, rows, sums, NotedWays())  # type: ignore[arg-type]
+    return ways, opened, streams
+
+
+def test_each_kind_goes_the_way_that_is_faster_for_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    times = {"keys and values": FAST, "hidden rows": SLOW, "sums": FAST}
+    ways, opened, streams = staged_ways(monkeypatch, 1.0, times)
+    assert [way.least for way in ways] == [[1 << 20], [], [1 << 20]]
+    told = capfd.readouterr().err
+    assert "rank 0: copies staged in host memory: hidden rows by NCCL (1024 KiB: 2.00 ms, NCCL 2.00)" in told
+    assert "sums staged in host memory from 1024 KiB on" in told
+    assert len(streams.registered) == 4, "two rings each of keys and of sums; that of rows is given back"
+    opened.close()
+    assert not streams.registered
+
+
+def test_where_the_cards_reach_each_other_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ways, opened, streams = staged_ways(monkeypatch, (16 << 20) / 200e9, {})
+    opened.close()
+    assert [way.least for way in ways] == [[], [], []]
+    assert "not needed: NCCL moves 200 GB/s each way" in capfd.readouterr().err
+    assert not streams.registered
+
+
+def test_where_staged_copies_cannot_be_had_nccl_does_all_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways, opened, _ = staged_ways(monkeypatch, 1.0, {}, able=False)
+    assert [way.least for way in ways] == [[], [], []]
+    assert opened._ranks.told == ["words in memory for streams: the word is 0x0"]  # type: ignore[attr-defined]
+    opened.close()

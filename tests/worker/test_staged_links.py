@@ -1,21 +1,16 @@
 """Staged links over streams that are lists: what each call orders, and what becomes of a peer that does not answer."""
 
-import mmap
 import random
 from collections.abc import Callable, Iterator
-from ctypes import addressof, c_char
 
 import pytest
 import torch
 from torch import Tensor
 
-from gearshift.tests.worker.staged_helpers import CPU, FakeStreams, fake_streams
+from gearshift.tests.worker.staged_helpers import CPU, FakeStreams, fake_streams, made_ring
 from gearshift.tests.worker.test_ring import SHAPE
 from gearshift.worker.links import staged
 from gearshift.worker.links.errors import CollectiveTimeoutError, LinkFailedError
-from gearshift.worker.links.host_memory import Mapped
-from gearshift.worker.links.host_rings import HostRing, placed, ring_bytes
-from gearshift.worker.links.ring import LINE_BYTES
 from gearshift.worker.links.staged import Lanes, Piles, StagedHandle, StagedLink
 from gearshift.worker.links.staged_sums import StagedSums
 
@@ -30,13 +25,6 @@ class KeepingLink(StagedLink):
         return super().start(sends, receives, what, timeout_seconds)
 
 
-def made_ring(streams: FakeStreams) -> HostRing:
-    segment = mmap.mmap(-1, ring_bytes(SHAPE))
-    memory = Mapped(segment, addressof(c_char.from_buffer(segment)))
-    words = streams.register(memory.address, ring_bytes(SHAPE))
-    return HostRing(placed(memory, SHAPE, words), memory.words(LINE_BYTES, SHAPE.word_lines), memory, streams, SHAPE.slots)
-
-
 class Cards:
     """All ranks' streams, and the links between them."""
 
@@ -44,7 +32,7 @@ class Cards:
         self.streams = streams
         streams.computing = [streams.new() for _ in range(ranks)]
         pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-        self.rings = {pair: made_ring(streams) for pair in pairs}
+        self.rings = {pair: made_ring(streams, SHAPE) for pair in pairs}
         self.links = [self._link(rank, timeout_seconds) for rank in range(ranks)]
 
     def _link(self, rank: int, timeout_seconds: float) -> KeepingLink:
@@ -160,7 +148,7 @@ def test_what_the_host_does_not_wait_for_is_given_up_by_whoever_looks(cards: Cal
     group.streams.step_all(draw)
     assert group.streams.idle
     for call in (handle.order, group.links[0].check, lambda: group.links[0].start([(1, data)], [], "other keys")):
-        with pytest.raises(CollectiveTimeoutError, match=r"waited 11.0 s for rank 1: .*\(keys, from rank 0 to rank 1\)"):
+        with pytest.raises(CollectiveTimeoutError, match=r"waited 11.0 s for rank 1: .*keys, from rank 0 to"):
             call()
 
 

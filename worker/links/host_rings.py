@@ -99,6 +99,12 @@ def placed(memory: Mapped, shape: RingShape, words: int) -> RingPlace:
     return RingPlace(slots=memory.address + _slots_from(shape), words=words)
 
 
+def pinned_ring(memory: Mapped, shape: RingShape, driver: Driver) -> HostRing:
+    """Raises RuntimeError where the driver does not pin it."""
+    place = placed(memory, shape, driver.register(memory.address, ring_bytes(shape)))
+    return HostRing(place, memory.words(LINE_BYTES, shape.word_lines), memory, driver, shape.slots)
+
+
 def _slots_from(shape: RingShape) -> int:
     return -(-shape.word_bytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -131,8 +137,7 @@ def _registered(memory: dict[Pair, Mapped], shape: RingShape, driver: Driver) ->
     rings: dict[Pair, HostRing] = {}
     try:
         for pair, each in memory.items():
-            words = driver.register(each.address, ring_bytes(shape))
-            rings[pair] = HostRing(placed(each, shape, words), each.words(LINE_BYTES, shape.word_lines), each, driver, shape.slots)
+            rings[pair] = pinned_ring(each, shape, driver)
     except RuntimeError:
         for ring in rings.values():
             ring.close()

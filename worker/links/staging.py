@@ -47,7 +47,7 @@ def _slot_bytes(size: int) -> int:
 
 
 class Staging:
-    """All that is open, and what was measured. Every method but `close` is collective.
+    """All that is open. Every method but `close` is collective.
 
     Keys and values, hidden rows and sums have rings of their own: they are issued by different streams, in different
     orders.
@@ -58,6 +58,8 @@ class Staging:
         self._group, self._timeout_seconds = group, timeout_seconds
         self._every_pair = [(one, other) for one in range(size) for other in range(size) if one != other]
         self._ranks = RanksOfGroup(size, device, self._tell)
+        self._driver: DriverWords | None = None
+        self._chooser: StreamChooser | None = None
         self._links: list[StagedLink] = []
         self._watch = LinkWatch()
 
@@ -68,84 +70,98 @@ class Staging:
         largest = COMPARED_BYTES[-1]
         (seconds,) = slowest_seconds(self._round(backend.start), self._device, (largest,))
         if largest / seconds >= BUS_BYTES_PER_SECOND:
+            self._tell_once(f"not needed: NCCL moves {largest / seconds / 1e9:.0f} GB/s each way")
             return
-        driver = self._ranks.together("words in memory for streams", lambda: usable_driver(self._device))
-        if driver is None:
-            return
-        chooser = self._ranks.together("a page of pinned memory", lambda: StreamChooser(driver, self._device))
-        if chooser is None:
-            return
-        self._stage_moves(kv, backend, driver, chooser)
-        self._stage_rows(pipeline, backend, driver, chooser)
-        self._stage_sums(tensor, driver, chooser)
-        chooser.close()
+        if self.prepare():
+            self._stage_moves(kv, backend)
+            self._stage_rows(pipeline, backend)
+            self._stage_sums(tensor)
         self._watch.begin(self._links)
 
-    def _stage_moves(self, kv: KvMoves, backend: KvMoves, driver: DriverWords, chooser: StreamChooser) -> None:
-        link = self._link("keys and values", self._every_pair, moving_shape(self._size), driver, chooser, alone=True)
+    def prepare(self) -> bool:
+        """Whether this host and its cards can do it, on all ranks alike."""
+        self._driver = self._ranks.together("words in memory for streams", lambda: usable_driver(self._device))
+        if (driver := self._driver) is None:
+            return False
+        self._chooser = self._ranks.together("a pinned page", lambda: StreamChooser(driver, self._device))
+        return self._chooser is not None
+
+    def link(self, purpose: str, pairs: Sequence[Pair], shape: RingShape, alone: bool) -> StagedLink | None:
+        """Rings of all `pairs` on streams of their own, proven with data. None, on all ranks alike, without.
+
+        `alone`: its streams hold up no others. To be called behind `prepare`; closed with all else.
+        """
+        driver, chooser, ranks = self._driver, self._chooser, self._ranks
+        if driver is None or chooser is None:
+            return None
+        lanes = ranks.together(f"{purpose}: streams", lambda: chooser.lanes(LANES, alone))
+        if lanes is None:
+            return None
+        rings = open_rings(purpose.replace(" ", "-"), self._group, pairs, shape, self._rank, ranks, driver)
+        if rings is None:
+            return None
+        link = StagedLink(purpose, self._rank, rings, shape, driver, lanes, self._timeout_seconds)
+        self._links.append(link)
+        proven = ranks.together(f"{purpose}: proof", lambda: prove(link, pairs, self._rank, self._device, shape))
+        if proven is None:
+            self._drop(link)
+            return None
+        return link
+
+    def close(self) -> None:
+        self._watch.end()
+        for link in self._links:
+            link.close()
+        self._links.clear()
+        if self._chooser is not None:
+            self._chooser.close()
+
+    def _stage_moves(self, kv: KvMoves, backend: KvMoves) -> None:
+        link = self.link("keys and values", self._every_pair, moving_shape(self._size), alone=True)
         if link is None:
             return
         times = compare("keys and values", self._round(backend.start), self._round(_named(link)), self._device)
         if (least_bytes := self._chosen(link, times)) is not None:
             kv.stage(link, least_bytes)
 
-    def _stage_rows(
-        self, pipeline: PipelineEdges, backend: KvMoves, driver: DriverWords, chooser: StreamChooser
-    ) -> None:
+    def _stage_rows(self, pipeline: PipelineEdges, backend: KvMoves) -> None:
         """All edges at once, as in a tick."""
         edges = [(first, first + 1) for first in range(self._size - 1)]
-        link = self._link("hidden rows", edges, moving_shape(2), driver, chooser, alone=True)
+        link = self.link("hidden rows", edges, moving_shape(2), alone=True)
         if link is None:
             return
         times = compare("hidden rows", self._along(backend.start), self._along(_named(link)), self._device)
         if (least_bytes := self._chosen(link, times)) is not None:
             pipeline.stage(link, self._rank, least_bytes)
 
-    def _stage_sums(self, tensor: DistributedTensorGroup, driver: DriverWords, chooser: StreamChooser) -> None:
-        link = self._link("sums", self._every_pair, summing_shape(self._size), driver, chooser, alone=False)
+    def _stage_sums(self, tensor: DistributedTensorGroup) -> None:
+        """Nothing of them waits longer than the work behind it would: their streams may hold up others."""
+        link = self.link("sums", self._every_pair, summing_shape(self._size), alone=False)
         if link is None:
             return
         sums = StagedSums(link, self._rank, self._size, self._device)
         if (least_bytes := self._chosen(link, _compare_sums(tensor, sums, self._device))) is not None:
             tensor.stage(sums.add_up, link.check, least_bytes)
 
-    def close(self) -> None:
-        self._watch.end()
-        for link in self._links:
-            link.close()
-
-    def _link(
-        self, purpose: str, pairs: Sequence[Pair], shape: RingShape, driver: DriverWords, chooser: StreamChooser,
-        alone: bool,
-    ) -> StagedLink | None:  # fmt: skip
-        """Rings of all `pairs` on streams of their own, proven with data. None, on all ranks alike, without."""
-        lanes = self._ranks.together(f"{purpose}: streams", lambda: chooser.lanes(LANES, alone))
-        if lanes is None:
-            return None
-        rings = open_rings(purpose.replace(" ", "-"), self._group, pairs, shape, self._rank, self._ranks, driver)
-        if rings is None:
-            return None
-        link = StagedLink(purpose, self._rank, rings, shape, driver, lanes, self._timeout_seconds)
-        proven = self._ranks.together(f"{purpose}: proof", lambda: prove(link, pairs, self._rank, self._device, shape))
-        if proven is not None:
-            return link
-        link.close()
-        return None
-
     def _chosen(self, link: StagedLink, times: StagedTimes) -> int | None:
         """The size from which on the link is used; None, and it is closed, where it is not."""
-        if self._rank == 0:
-            self._tell(times.told())
-        least_bytes = times.least_bytes()
-        if least_bytes is None:
-            link.close()
-        else:
-            self._links.append(link)
+        self._tell_once(times.told())
+        if (least_bytes := times.least_bytes()) is None:
+            self._drop(link)
         return least_bytes
+
+    def _drop(self, link: StagedLink) -> None:
+        link.close()
+        self._links.remove(link)
 
     def _tell(self, words: str) -> None:
         line = f"gearshift worker: rank {self._rank}: copies staged in host memory: {words}"
         print(line, file=sys.stderr, flush=True)
+
+    def _tell_once(self, words: str) -> None:
+        """What all ranks know alike."""
+        if self._rank == 0:
+            self._tell(words)
 
     def _round(self, start: "Start") -> Trial:
         """All ranks send to the next and receive from the one before, at once."""
