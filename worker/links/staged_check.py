@@ -93,9 +93,9 @@ class StreamChooser:
         self._device, self._driver = device, driver
         self._memory = CheckMemory(driver)
         self._data, self._aside = (torch.zeros(16, dtype=torch.int32, device=device) for _ in ("data", "aside"))
-        self._data.add_(1)  # a kernel's first launch may load it, and wait for all streams
-        torch.cuda.synchronize(device)
         self._chosen: list[torch.cuda.Stream] = []
+        self._others()  # a kernel's first launch may load it, and wait for all streams
+        torch.cuda.synchronize(device)
         self._tried, self._trials = 0, 0
         self._why: dict[str, int] = {}
 

@@ -43,7 +43,7 @@ def summing_shape(size: int) -> RingShape:
 
 def _slot_bytes(size: int) -> int:
     """A rank has 2 (size - 1) rings of four slots."""
-    return min(2 << 20, RINGS_BYTES // (8 * (size - 1)) & ~0xFFFF)
+    return min(4 << 20, RINGS_BYTES // (8 * (size - 1)) & ~0xFFFF)
 
 
 class Staging:
