@@ -174,8 +174,10 @@ def main(kind: str, output: str) -> None:
         summing = opened(staging, "test sums", BOTH, summing_shape(RANKS))
         late = opened(staging, "test late", BOTH, moving_shape(RANKS))
         links.kv.stage(moves, 1)
-        links.pipeline.stage(rows, rank, 1)
+        links.pipeline.stage(rows, rank, False, 1)
         seen: dict[str, Any] = {"moves": check_moves(links), "rows": check_rows(links)}
+        links.pipeline.stage(rows, rank, True, 1)
+        seen["late rows"] = check_rows(links)
         seen["sums"], seen["digest"] = check_sums(links, StagedSums(summing, rank, RANKS, device))
         seen["chosen"] = check_choice(links)
         seen["late"] = check_late(links, late)

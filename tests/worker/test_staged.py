@@ -19,7 +19,7 @@ from gearshift.worker.links import staging
 from gearshift.worker.links.host_memory import NamelessMemory, mapped
 from gearshift.worker.links.host_rings import open_rings, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
-from gearshift.worker.links.pipeline import Incoming, Outgoing
+from gearshift.worker.links.pipeline import Incoming, Outgoing, StagedReceiver
 from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn
 from gearshift.worker.links.staged import Lanes
 from gearshift.worker.links.staged_check import NotStagedError
@@ -212,9 +212,11 @@ class NotedWays:
 
     def __init__(self) -> None:
         self.least: list[int] = []
+        self.late: bool | None = None
 
     def stage(self, *given: Any) -> None:
         self.least.append(given[-1])
+        self.late = given[2] if len(given) == 4 else None
 
     def start(self, *_: Any) -> "NotedWays":
         return self
@@ -228,7 +230,8 @@ FAST, SLOW = 1e-3, 2e-3
 
 
 def staged_ways(
-    monkeypatch: pytest.MonkeyPatch, nccl_seconds: float, times: dict[str, float], able: bool = True
+    monkeypatch: pytest.MonkeyPatch, nccl_seconds: float, times: dict[str, float], able: bool = True,
+    leaves_alone: bool = True,
 ) -> tuple[list[NotedWays], Staging, FakeStreams]:
     """Which of keys and values, rows and sums go staged where these take so long; NCCL takes SLOW."""
     streams, ways = FakeStreams(), [NotedWays() for _ in range(3)]
@@ -246,10 +249,15 @@ def staged_ways(
     def opened_rings(_: str, __: str, pairs: Any, shape: Any, *___: Any) -> Any:
         return {pair: made_ring(streams, shape) for pair in pairs}
 
+    def chosen_lanes(_: int, alone: bool) -> Lanes:
+        if alone and not leaves_alone:
+            raise NotStagedError("0 of 24 streams leave others alone")
+        return lanes
+
     for name, made in {
         "open_rings": opened_rings,
         "slowest_seconds": lambda *_: (nccl_seconds,), "usable_driver": usable, "compare": compared,
-        "StreamChooser": lambda *_: SimpleNamespace(lanes=lambda *_: lanes, close=lambda: None),
+        "StreamChooser": lambda *_: SimpleNamespace(lanes=chosen_lanes, close=lambda: None),
         "prove": lambda *_: True,
     }.items():  # fmt: skip
         monkeypatch.setattr(staging, name, made)
@@ -282,6 +290,37 @@ def test_where_the_cards_reach_each_other_nothing_is_tried(
     assert [way.least for way in ways] == [[], [], []]
     assert "not needed: NCCL moves 200 GB/s each way" in capfd.readouterr().err
     assert not streams.registered
+
+
+def test_streams_that_hold_up_others_carry_what_never_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums, and rows that are fetched no sooner than they are waited for; NCCL moves keys and values."""
+    times = {"keys and values": FAST, "hidden rows": FAST, "sums": FAST}
+    ways, opened, streams = staged_ways(monkeypatch, 1.0, times, leaves_alone=False)
+    assert [way.least for way in ways] == [[], [1 << 20], [1 << 20]]
+    assert ways[1].late is True
+    opened.close()
+    assert not streams.registered
+    ways, opened, _ = staged_ways(monkeypatch, 1.0, times)
+    assert ways[1].late is False
+    opened.close()
+
+
+class NotedFetches(NotedLink):
+    def wait(self) -> None:
+        self.started.append(([(-1, -1)], []))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_late_receiver_issues_its_fetch_when_it_waits(late: bool) -> None:
+    link = NotedFetches()
+    receiver = StagedReceiver(link, 1, late)  # type: ignore[arg-type]
+    for count in (10, 20):
+        receiver.post(torch.zeros(count, dtype=torch.uint8))
+    first, second, wait = ([], [(0, 10)]), ([], [(0, 20)]), ([(-1, -1)], [])
+    assert link.started == ([] if late else [first, second])
+    for _ in range(2):
+        receiver.receive()
+    assert link.started == ([first, wait, second, wait] if late else [first, second, wait, wait])
 
 
 def test_where_staged_copies_cannot_be_had_nccl_does_all_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def test_two_processes_carry_everything_staged(tmp_path: Path, device: str) -> N
     outcomes = [json.loads(text) for text in run_ranks(tmp_path, device)]
     for outcome in outcomes:
         assert outcome["moves"] == "all arrived"
-        assert outcome["rows"] == "all arrived"
+        assert outcome["rows"] == outcome["late rows"] == "all arrived"
         assert outcome["sums"] == "all right"
         assert outcome["chosen"] == outcomes[0]["chosen"]
         assert outcome["late elsewhere"] == "nothing"

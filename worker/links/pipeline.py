@@ -97,19 +97,25 @@ class StagedSender:
 class StagedReceiver:
     """The other end: fetches are issued when they are posted, and begin by themselves."""
 
-    def __init__(self, link: StagedLink, rank: int) -> None:
-        self._link, self._peer = link, rank - 1
+    def __init__(self, link: StagedLink, rank: int, late: bool) -> None:
+        """`late`: issued no sooner than they are waited for: the link's streams hold up others while they wait."""
+        self._link, self._peer, self._late = link, rank - 1, late
         self._what = f"rank {rank - 1} to send hidden rows to rank {rank}"
-        self._handles: deque[StagedHandle] = deque()
+        self._posted: deque[StagedHandle | Tensor] = deque()
 
     def post(self, into: Tensor) -> None:
         """`into`: flat uint8, as long as the message will be."""
-        with named_errors(self._what):
-            self._handles.append(self._link.start([], [(self._peer, into)], self._what))
+        self._posted.append(into if self._late else self._fetch(into))
 
     def receive(self) -> None:
         """Fill the oldest posted buffer. Waits on the host (bounded): what follows waits for the rows in any case."""
-        self._handles.popleft().wait()
+        oldest = self._posted.popleft()
+        handle = self._fetch(oldest) if isinstance(oldest, Tensor) else oldest
+        handle.wait()
+
+    def _fetch(self, into: Tensor) -> StagedHandle:
+        with named_errors(self._what):
+            return self._link.start([], [(self._peer, into)], self._what)
 
 
 Sender = DistributedSender | MailboxSender | StagedSender
@@ -192,12 +198,15 @@ class PipelineEdges:
         self._posted: deque[tuple[Tensor, Receiver]] = deque()
         self._posts = 0
 
-    def stage(self, link: StagedLink, rank: int, least_bytes: int) -> None:
-        """From now on, on all ranks alike, hidden rows of `least_bytes` and more go by staged copies."""
+    def stage(self, link: StagedLink, rank: int, late: bool, least_bytes: int) -> None:
+        """From now on, on all ranks alike, hidden rows of `least_bytes` and more go by staged copies.
+
+        `late`: see `StagedReceiver`.
+        """
         if self._outgoing is not None:
             self._outgoing.stage(StagedSender(link, rank, self._device), least_bytes)
         if self._incoming is not None:
-            self._incoming.stage(StagedReceiver(link, rank), least_bytes)
+            self._incoming.stage(StagedReceiver(link, rank, late), least_bytes)
 
     def send(self, hidden: Tensor) -> None:
         """To rank + 1; returns at once, and `hidden` may be changed then.

@@ -125,14 +125,16 @@ class Staging:
             kv.stage(link, least_bytes)
 
     def _stage_rows(self, pipeline: PipelineEdges, backend: KvMoves) -> None:
-        """All edges at once, as in a tick."""
-        edges = [(first, first + 1) for first in range(self._size - 1)]
+        """All edges at once, as in a tick. A fetch would stand for most of a tick: not where it held up others."""
+        edges, late = [(first, first + 1) for first in range(self._size - 1)], False
         link = self.link("hidden rows", edges, moving_shape(2), alone=True)
+        if link is None:
+            late, link = True, self.link("late hidden rows", edges, moving_shape(2), alone=False)
         if link is None:
             return
         times = compare("hidden rows", self._along(backend.start), self._along(_named(link)), self._device)
         if (least_bytes := self._chosen(link, times)) is not None:
-            pipeline.stage(link, self._rank, least_bytes)
+            pipeline.stage(link, self._rank, late, least_bytes)
 
     def _stage_sums(self, tensor: DistributedTensorGroup) -> None:
         """Nothing of them waits longer than the work behind it would: their streams may hold up others."""
