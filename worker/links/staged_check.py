@@ -119,7 +119,8 @@ class StreamChooser:
     def _next(self, sends: bool) -> torch.cuda.Stream:
         while self._tried < TRIED_STREAMS:
             stream, self._tried = self._new(), self._tried + 1
-            held_up = self.held_up_by(stream, sends)
+            # Twice: another process's work on the card may look like it once.
+            held_up = self.held_up_by(stream, sends) and self.held_up_by(stream, sends)
             if not held_up:
                 self._chosen.append(stream)
                 return stream

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -114,7 +115,8 @@ class Staging:
             link.close()
         self._links.clear()
         if self._chooser is not None:
-            self._chooser.close()
+            with suppress(RuntimeError):  # a device that has failed is not to hide why
+                self._chooser.close()
 
     def _stage_moves(self, kv: KvMoves, backend: KvMoves) -> None:
         link = self.link("keys and values", self._every_pair, moving_shape(self._size), alone=True)
