@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gearshift.tests.worker.test_ring import RecordedQueue
+from gearshift.worker.links.driver_words import Driver
 from gearshift.worker.links.host_memory import Mapped
 from gearshift.worker.links.host_rings import HostRing, pinned_ring, ring_bytes
 from gearshift.worker.links.ring import RingShape
@@ -96,7 +97,7 @@ class FakeStreams:
         return not any(stream.queue.steps for stream in self.all.values())
 
 
-def made_ring(streams: FakeStreams, shape: RingShape) -> HostRing:
+def made_ring(streams: Driver, shape: RingShape) -> HostRing:
     """In memory of this process."""
     segment = mmap.mmap(-1, ring_bytes(shape))
     return pinned_ring(Mapped(segment, ctypes.addressof(ctypes.c_char.from_buffer(segment))), shape, streams)

@@ -35,14 +35,19 @@ class ThreadStream:
     """Also a ring's queue."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.cuda_stream = len(STREAMS)
-        STREAMS.append(self)
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        with LOCK:
+            self.cuda_stream = len(STREAMS)
+            STREAMS.append(self)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
+
+    def end(self) -> None:
+        """Behind all that was issued."""
+        self._work.put(None)
 
     def put(self, work: Callable[[], object]) -> None:
         self._work.put(work)
@@ -76,6 +81,7 @@ class ComputingStream(ThreadStream):
 
 
 STREAMS: list[ThreadStream] = []
+LOCK = threading.Lock()
 
 
 def _until(word: int, value: int) -> None:
@@ -94,6 +100,12 @@ class ThreadDriver:
 
     def queue(self, stream: int) -> ThreadStream:
         return STREAMS[stream]
+
+
+def end_all() -> None:
+    for stream in STREAMS:
+        stream.end()
+    STREAMS.clear()
 
 
 def install() -> None:
