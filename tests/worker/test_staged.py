@@ -275,7 +275,7 @@ def test_each_kind_goes_the_way_that_is_faster_for_it(
     ways, opened, streams = staged_ways(monkeypatch, 1.0, times)
     assert [way.least for way in ways] == [[1 << 20], [], [1 << 20]]
     told = capfd.readouterr().err
-    assert "rank 0: copies staged in host memory: hidden rows by NCCL (1024 KiB: 2.00 ms, NCCL 2.00)" in told
+    assert "rank 0: staged copies: hidden rows by NCCL (1024 KiB: 2.00 ms, NCCL 2.00)" in told
     assert "sums staged in host memory from 1024 KiB on" in told
     assert len(streams.registered) == 4, "two rings each of keys and of sums; that of rows is given back"
     opened.close()

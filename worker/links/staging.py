@@ -159,7 +159,7 @@ class Staging:
         self._links.remove(link)
 
     def _tell(self, words: str) -> None:
-        line = f"gearshift worker: rank {self._rank}: copies staged in host memory: {words}"
+        line = f"gearshift worker: rank {self._rank}: staged copies: {words}"
         print(line, file=sys.stderr, flush=True)
 
     def _tell_once(self, words: str) -> None:
