@@ -46,3 +46,4 @@ class ProbeReport(Struct, frozen=True):
     cpu_capability: str
     devices: tuple[ProbedDevice, ...] = ()
     peers: tuple[PeerTest, ...] = ()
+    staged_fault: str = ""  # why copies staged in host memory cannot be used here

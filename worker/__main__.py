@@ -27,7 +27,7 @@ from ..proto.keys import KeyPair, read_keys
 from ..proto.probe import usual_compute_type
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
-from .devices import cards_asked_for, find_device, number_devices_by_bus
+from .devices import ask_for_all_queues, cards_asked_for, find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
 from .host import cpu_name, host_identity
 from .lifeline import Lifeline
@@ -217,6 +217,7 @@ def _set_threads(threads: int | None) -> None:
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:
     number_devices_by_bus()
+    ask_for_all_queues()
     with cards_asked_for(wanted) as cards:
         import torch  # late: see the module's docstring
 

@@ -12,6 +12,8 @@ from ..proto.host_memory import free_memory_bytes
 from ..proto.visible_devices import VARIABLE, DeviceRow, device_of_rank, visible_devices
 
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = "32"
 
 AskedCards = Callable[[], tuple[CardRow, ...]]
 
@@ -29,6 +31,11 @@ class ChosenDevice:
 def number_devices_by_bus() -> None:
     """CUDA's numbers become those of `nvidia-smi`, unless the user asked for others. Before torch is imported."""
     os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
+
+
+def ask_for_all_queues() -> None:
+    """Of the hardware, 8 unless asked for: streams that share one wait for each other. Before torch is imported."""
+    os.environ.setdefault(QUEUES_VARIABLE, MOST_QUEUES)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import msgspec
 import torch
 
 from ..proto.probe import PeerTest, ProbedDevice, ProbeReport
+from .devices import ask_for_all_queues
+from .links.staged_check import staged_fault
 
 PATTERN_ELEMENTS = 1 << 20  # int32: 4 MiB
 PATTERN_SEEDS = (1, 2, 3)  # a copy that does nothing must not pass because the data was there already
@@ -29,6 +31,7 @@ def probe() -> ProbeReport:
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         devices=tuple(_device(index) for index in range(count)),
         peers=tuple(_copy(source, target) for source, target in permutations(range(count), 2)),
+        staged_fault=next(filter(None, (staged_fault(torch.device("cuda", index)) for index in range(count))), ""),
     )
 
 
@@ -77,6 +80,7 @@ def _copy(source: int, target: int) -> PeerTest:
 
 
 def main() -> int:
+    ask_for_all_queues()  # in time: CUDA reads it when it is first used
     sys.stdout.buffer.write(msgspec.json.encode(probe()) + b"\n")
     return 0
 

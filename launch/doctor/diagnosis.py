@@ -84,6 +84,7 @@ def _cuda(facts: HostFacts) -> Iterator[Check]:
         yield _device(device, facts.cards)
     if len(facts.probe.devices) > 1:
         yield _peers(facts.probe.peers)
+        yield _staged(facts.probe.staged_fault)
     if facts.probe.torch_cuda is not None:
         yield _nccl(facts.probe)
 
@@ -154,6 +155,13 @@ def _peers(peers: Sequence[PeerTest]) -> Check:
     if indirect:
         return Check(name, Verdict.NOTE, f"data arrives as sent; through host memory: {_pairs(indirect)}")
     return Check(name, Verdict.OK, f"direct between all {len(peers)} ordered pairs, data arrives as sent")
+
+
+def _staged(fault: str) -> Check:
+    name = "staged copies"
+    if fault:
+        return Check(name, Verdict.NOTE, f"not to be had: {fault}", "without peer access NCCL moves all")
+    return Check(name, Verdict.OK, "streams wait for words in host memory; used where they are faster than NCCL")
 
 
 def _pairs(peers: Sequence[PeerTest]) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .staged import StagedHandle, StagedLink
 from .throttle import Throttle
 from .waiting import finish, named_errors, wait_for
 
@@ -23,10 +24,15 @@ class MoveHandle:
         what: str,
         timeout_seconds: float,
         arrived: Callable[[], None] | None = None,
+        staged: StagedHandle | None = None,
     ) -> None:
-        """`arrived` returns when a slow link would have brought it all; None: it is as fast as it is."""
+        """`arrived` returns when a slow link would have brought it all; None: it is as fast as it is.
+
+        `staged`: what does not go by the backend.
+        """
         self._works = list(works)
-        self._under_way = bool(self._works)
+        self._staged = staged
+        self._under_way = bool(self._works) or staged is not None
         self._keep = list(keep)  # the backend reads and writes them until the end
         self._what = what
         self._timeout_seconds = timeout_seconds
@@ -42,6 +48,8 @@ class MoveHandle:
         """
         for work in self._works:
             wait_for(work, self._timeout_seconds, self._what)
+        if self._staged is not None:
+            self._staged.order()
         self._works.clear()
         self._keep.clear()
 
@@ -69,6 +77,12 @@ class KvMoves:
         self._timeout_seconds = timeout_seconds
         self._throttle = throttle
         self._busy_until = 0.0  # a slow link, by the throttle's clock
+        self._staged: StagedLink | None = None
+        self._least_staged_bytes = 0
+
+    def stage(self, link: StagedLink, least_bytes: int) -> None:
+        """From now on, on all ranks alike, tensors of `least_bytes` and more go by staged copies."""
+        self._staged, self._least_staged_bytes = link, least_bytes
 
     def start(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -81,14 +95,28 @@ class KvMoves:
             self._check(peer, tensor)
         wanted = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
         given = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
-        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in wanted]
-        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in given]
         peers = sorted({peer for peer, _ in (*wanted, *given)})
         what = f"KV moves of rank {self._rank} with rank {', '.join(map(str, peers))}"
+        operations = [dist.P2POp(dist.irecv, one, peer, self._group) for peer, one in wanted if not self._stages(one)]
+        operations += [dist.P2POp(dist.isend, one, peer, self._group) for peer, one in given if not self._stages(one)]
         with named_errors(what):
+            staged = self._start_staged(given, wanted, what)
             works = dist.batch_isend_irecv(operations) if operations else []
         keep = [tensor for _, tensor in (*wanted, *given)]
-        return MoveHandle(works, keep, what, self._timeout_seconds, self._arrived(wanted, given))
+        return MoveHandle(works, keep, what, self._timeout_seconds, self._arrived(wanted, given), staged)
+
+    def _stages(self, tensor: Tensor) -> bool:
+        """Whether it goes by staged copies; both ends see the same size."""
+        return self._staged is not None and tensor.nbytes >= self._least_staged_bytes
+
+    def _start_staged(
+        self, given: Sequence[tuple[int, Tensor]], wanted: Sequence[tuple[int, Tensor]], what: str
+    ) -> StagedHandle | None:
+        sends = [(peer, tensor) for peer, tensor in given if self._stages(tensor)]
+        receives = [(peer, tensor) for peer, tensor in wanted if self._stages(tensor)]
+        if self._staged is None or not (sends or receives):
+            return None
+        return self._staged.start(sends, receives, what)
 
     def add_up(self, number: Tensor) -> None:
         """The sum over all ranks into `number` itself, behind all moves started before. Collective.

@@ -22,6 +22,7 @@ from .pair_check import check_pairs
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
 from .shared_memory import SharedSegment
+from .staging import Staging
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
 from .throttle import Throttle, ThrottledTensorGroup
 from .waiting import FlagWait, more_ranks_than_cores, named_errors
@@ -57,6 +58,14 @@ class Links:
         return open_inboxes(words, self.rank, self.size, self.device, self.group, not no_peer_asked(), self.tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What links are made of, where torch.distributed carries all of it, at the speed that it has."""
+
+    tensor: DistributedTensorGroup
+    moves: KvMoves
+
+
 @contextmanager
 def open_links(
     rank: int,
@@ -85,13 +94,18 @@ def open_links(
     speed = options.bytes_per_second
     throttle = None if speed is None else Throttle(speed, device)
     _join(rank, world_size, device, local, timeout_seconds, coordinator)
+    staging = Staging(rank, world_size, device, group, timeout_seconds)
     try:
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
-            links = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
+            links, backend = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
             _warm(links, device, spoilt)
+            if local and device.type == "cuda":
+                staging.open(links.kv, links.pipeline, backend.tensor, backend.moves)
+                torch.cuda.empty_cache()  # what is free is what a model may take
         yield links
         links.pipeline.drain()
     finally:
+        staging.close()
         dist.destroy_process_group()
 
 
@@ -122,7 +136,7 @@ def _join(
 def _make(
     rank: int, size: int, device: torch.device, group: str, local: bool, timeout_seconds: float,
     throttle: Throttle | None,
-) -> Links:  # fmt: skip
+) -> tuple[Links, Backend]:  # fmt: skip
     communicators = Communicators(device, timeout_seconds)
     tensor_group = communicators.make(SUM_CHANNELS)
     edge_groups = [communicators.make(EDGE_CHANNELS, (first, first + 1)) for first in range(size - 1)]
@@ -139,7 +153,8 @@ def _make(
     outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
     pipeline = PipelineEdges(incoming, outgoing, device, throttle)
     kv = KvMoves(kv_group, rank, size, timeout_seconds, throttle)
-    return Links(rank, size, tensor, pipeline, kv, device, group, local)
+    backend = Backend(distributed, KvMoves(kv_group, rank, size, timeout_seconds))
+    return Links(rank, size, tensor, pipeline, kv, device, group, local), backend
 
 
 def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:

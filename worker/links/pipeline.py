@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...proto.errors import ProtocolError
 from .mailbox import BUFFER_BYTES, MailboxReceiver, MailboxSender
+from .staged import StagedHandle, StagedLink
 from .throttle import Throttle
 from .waiting import named_errors, wait_for
 
@@ -67,6 +68,60 @@ class DistributedReceiver:
         wait_for(self._works.popleft(), self._timeout_seconds, self._what)
 
 
+class StagedSender:
+    """Staged copies from two buffers of the device."""
+
+    def __init__(self, link: StagedLink, rank: int, device: torch.device) -> None:
+        self._link, self._peer = link, rank + 1
+        self._what = f"rank {rank + 1} to take the hidden rows of rank {rank}"
+        self._staging = [StagingBuffer(device) for _ in range(BUFFERS)]
+        self._handles: deque[StagedHandle] = deque()
+        self._sent = 0
+
+    def send(self, payload: Tensor) -> None:
+        """`payload`: flat uint8; may be changed as soon as this returns."""
+        if len(self._handles) == BUFFERS:
+            self._handles.popleft().order()
+        staged = self._staging[self._sent % BUFFERS].part(payload.numel())
+        staged.copy_(payload)
+        with named_errors(self._what):
+            self._handles.append(self._link.start([(self._peer, staged)], [], self._what))
+        self._sent += 1
+
+    def drain(self) -> None:
+        """What this stream does from here on comes behind all that was sent."""
+        while self._handles:
+            self._handles.popleft().order()
+
+
+class StagedReceiver:
+    """The other end: fetches are issued when they are posted, and begin by themselves."""
+
+    def __init__(self, link: StagedLink, rank: int, late: bool) -> None:
+        """`late`: issued no sooner than they are waited for: the link's streams hold up others while they wait."""
+        self._link, self._peer, self._late = link, rank - 1, late
+        self._what = f"rank {rank - 1} to send hidden rows to rank {rank}"
+        self._posted: deque[StagedHandle | Tensor] = deque()
+
+    def post(self, into: Tensor) -> None:
+        """`into`: flat uint8, as long as the message will be."""
+        self._posted.append(into if self._late else self._fetch(into))
+
+    def receive(self) -> None:
+        """Fill the oldest posted buffer. Waits on the host (bounded): what follows waits for the rows in any case."""
+        oldest = self._posted.popleft()
+        handle = self._fetch(oldest) if isinstance(oldest, Tensor) else oldest
+        handle.wait()
+
+    def _fetch(self, into: Tensor) -> StagedHandle:
+        with named_errors(self._what):
+            return self._link.start([], [(self._peer, into)], self._what)
+
+
+Sender = DistributedSender | MailboxSender | StagedSender
+Receiver = DistributedReceiver | MailboxReceiver | StagedReceiver
+
+
 class StagingBuffer:
     """Bytes that grow to the largest message seen and stay."""
 
@@ -80,17 +135,27 @@ class StagingBuffer:
 
 
 class Outgoing:
-    """The edge to the next rank: small messages by mailbox where there is one, the others by torch.distributed."""
+    """The edge to the next rank: small messages by mailbox where there is one, large ones by staged copies where they
+    are faster, the others by torch.distributed.
+    """
 
     def __init__(self, wire: DistributedSender, mailbox: MailboxSender | None) -> None:
         self.wire = wire
         self.mailbox = mailbox
+        self._staged: StagedSender | None = None
+        self._least_staged_bytes = 0
 
-    def way(self, payload_bytes: int) -> DistributedSender | MailboxSender:
+    def stage(self, sender: StagedSender, least_bytes: int) -> None:
+        """From now on, on both ends, messages of `least_bytes` and more go this way."""
+        self._staged, self._least_staged_bytes = sender, least_bytes
+
+    def way(self, payload_bytes: int) -> Sender:
+        if self._staged is not None and payload_bytes >= self._least_staged_bytes:
+            return self._staged
         return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
 
-    def ways(self) -> list[DistributedSender | MailboxSender]:
-        return [self.wire] if self.mailbox is None else [self.wire, self.mailbox]
+    def ways(self) -> list[Sender]:
+        return [way for way in (self.wire, self.mailbox, self._staged) if way is not None]
 
 
 class Incoming:
@@ -99,12 +164,20 @@ class Incoming:
     def __init__(self, wire: DistributedReceiver, mailbox: MailboxReceiver | None) -> None:
         self.wire = wire
         self.mailbox = mailbox
+        self._staged: StagedReceiver | None = None
+        self._least_staged_bytes = 0
 
-    def way(self, payload_bytes: int) -> DistributedReceiver | MailboxReceiver:
+    def stage(self, receiver: StagedReceiver, least_bytes: int) -> None:
+        """From now on, on both ends, messages of `least_bytes` and more come this way."""
+        self._staged, self._least_staged_bytes = receiver, least_bytes
+
+    def way(self, payload_bytes: int) -> Receiver:
+        if self._staged is not None and payload_bytes >= self._least_staged_bytes:
+            return self._staged
         return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
 
-    def ways(self) -> list[DistributedReceiver | MailboxReceiver]:
-        return [self.wire] if self.mailbox is None else [self.wire, self.mailbox]
+    def ways(self) -> list[Receiver]:
+        return [way for way in (self.wire, self.mailbox, self._staged) if way is not None]
 
 
 class PipelineEdges:
@@ -122,8 +195,18 @@ class PipelineEdges:
         self._device = device
         self._throttle = throttle
         self._buffers = [StagingBuffer(device) for _ in range(BUFFERS)]
-        self._posted: deque[tuple[Tensor, DistributedReceiver | MailboxReceiver]] = deque()
+        self._posted: deque[tuple[Tensor, Receiver]] = deque()
         self._posts = 0
+
+    def stage(self, link: StagedLink, rank: int, late: bool, least_bytes: int) -> None:
+        """From now on, on all ranks alike, hidden rows of `least_bytes` and more go by staged copies.
+
+        `late`: see `StagedReceiver`.
+        """
+        if self._outgoing is not None:
+            self._outgoing.stage(StagedSender(link, rank, self._device), least_bytes)
+        if self._incoming is not None:
+            self._incoming.stage(StagedReceiver(link, rank, late), least_bytes)
 
     def send(self, hidden: Tensor) -> None:
         """To rank + 1; returns at once, and `hidden` may be changed then.
@@ -172,6 +255,7 @@ class PipelineEdges:
         return arrived
 
     def drain(self) -> None:
-        """Wait until all that was sent through torch.distributed has left."""
-        if self._outgoing is not None:
-            self._outgoing.wire.drain()
+        """Wait until all that was sent through torch.distributed or by staged copies has left."""
+        for way in self._outgoing.ways() if self._outgoing is not None else []:
+            if not isinstance(way, MailboxSender):
+                way.drain()

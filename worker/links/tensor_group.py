@@ -74,11 +74,20 @@ class DistributedTensorGroup:
         self._size = size
         self._device = device
         self._timeout_seconds = timeout_seconds
+        self._add_up: Callable[[Tensor], None] | None = None
+        self._check_staged: Callable[[], None] | None = None
+        self._least_bytes = 0
+
+    def stage(self, add_up: Callable[[Tensor], None], check: Callable[[], None], least_bytes: int) -> None:
+        """From now on, on all ranks alike, contiguous tensors of `least_bytes` and more are summed by `add_up`, which
+        sums into its argument. On CUDA only; not while work is captured. `check` raises where a sum before got lost.
+        """
+        self._add_up, self._check_staged, self._least_bytes = add_up, check, least_bytes
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self._device.type == "cuda":
             total = partial.clone()
-            self._run("all-reduce", lambda: dist.all_reduce(total, group=self._group, async_op=True))
+            self.sum_in_place(total)
             return total
         flat = partial.contiguous().view(-1)
         if flat.nbytes <= GATHERED_BYTES:
@@ -91,7 +100,18 @@ class DistributedTensorGroup:
         """As `all_reduce`, into `partial` itself."""
         if self._device.type != "cuda":
             partial.copy_(self.all_reduce(partial))
-            return
+        elif self._add_up is not None and self._stages(partial):
+            self._add_up(partial)
+        else:
+            self.sum_by_backend(partial)
+
+    def _stages(self, partial: Tensor) -> bool:
+        """The same answer on all ranks, whose tensors are alike."""
+        large = partial.nbytes >= self._least_bytes and partial.is_contiguous()
+        return large and not torch.cuda.is_current_stream_capturing()
+
+    def sum_by_backend(self, partial: Tensor) -> None:
+        """On CUDA, as `sum_in_place`, always by NCCL."""
         self._run("all-reduce", lambda: dist.all_reduce(partial, group=self._group, async_op=True))
 
     def _sum_by_stripes(self, flat: Tensor) -> Tensor:
@@ -144,6 +164,8 @@ class DistributedTensorGroup:
         self._run("barrier", lambda: dist.all_reduce(one, group=self._group, async_op=True))
 
     def _run(self, what: str, start: Callable[[], Any]) -> None:
+        if self._check_staged is not None:
+            self._check_staged()
         finish(start, self._timeout_seconds, f"rank {self._rank}, {what} of {self._size} ranks")
 
 

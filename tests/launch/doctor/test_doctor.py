@@ -71,8 +71,8 @@ def test_a_sound_machine_with_cards_is_ok_in_every_line() -> None:
     checks = diagnose(GPU_MACHINE)
     assert {one.verdict for one in checks} == {Verdict.OK}
     assert [one.name for one in checks] == [
-        "python", "torch", "cpu", "driver", "visible devices", "cuda:0", "cuda:1", "peer access", "nccl", "/dev/shm",
-        "C compiler", "loopback ports", "logs",
+        "python", "torch", "cpu", "driver", "visible devices", "cuda:0", "cuda:1", "peer access", "staged copies",
+        "nccl", "/dev/shm", "C compiler", "loopback ports", "logs",
     ]  # fmt: skip
 
 
@@ -130,6 +130,13 @@ def test_copies_through_host_memory_are_a_note() -> None:
     found = check(gpu_machine(peers=(PEERS[0], PeerTest(1, 0, claimed=False, equal=True))), "peer access")
     assert found.verdict is Verdict.NOTE
     assert "cuda:1 to cuda:0" in found.found
+
+
+def test_why_copies_cannot_be_staged_in_host_memory_is_a_note() -> None:
+    cause = "a stream that waits for its own word does not go on: the word is 0x0"
+    found = check(gpu_machine(staged_fault=cause), "staged copies")
+    assert found.verdict is Verdict.NOTE
+    assert cause in found.found
 
 
 def test_a_card_that_is_too_old_or_busy_or_in_a_narrow_slot_is_told() -> None:

@@ -1,0 +1,106 @@
+"""Words in memory that streams wait for and write, and copies between a device and the host: the driver's own calls.
+
+No other library of ours offers stream memory operations. Values are compared by their signed distance (GEQ), so they
+may wrap.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+from .ring import CopyQueue
+
+LIBRARY = "libcuda.so.1"
+WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+WRITE_BEHIND_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a memory barrier before the write
+PORTABLE_AND_MAPPED = 1 | 2  # cuMemHostRegister's flags
+
+_POINTER, _ADDRESS, _WORD, _SIZE, _FLAGS = (
+    ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_uint
+)  # fmt: skip
+Call = Callable[..., int]
+
+
+class Driver(Protocol):
+    """What staged copies ask of a driver; in tests, lists instead of streams."""
+
+    def register(self, host: int, byte_count: int) -> int:
+        """Pin host memory for this device; the address of its first byte for streams' words."""
+
+    def release(self, host: int) -> None:
+        """It is no longer pinned."""
+
+    def queue(self, stream: int) -> CopyQueue:
+        """`stream`: its handle, which the caller keeps alive."""
+
+
+class DriverWords:
+    """Of the current context of the calling thread. Raises RuntimeError with the driver's words where a call fails."""
+
+    def __init__(self) -> None:
+        """Raises OSError without a driver, AttributeError where it is too old to have these calls."""
+        library = ctypes.CDLL(LIBRARY)
+        self._name = _function(library, "cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self._wait = _function(library, "cuStreamWaitValue32_v2", _POINTER, _ADDRESS, _WORD, _FLAGS)
+        self._write = _function(library, "cuStreamWriteValue32_v2", _POINTER, _ADDRESS, _WORD, _FLAGS)
+        self._copy_out = _function(library, "cuMemcpyDtoHAsync_v2", _POINTER, _ADDRESS, _SIZE, _POINTER)
+        self._copy_in = _function(library, "cuMemcpyHtoDAsync_v2", _ADDRESS, _POINTER, _SIZE, _POINTER)
+        self._register = _function(library, "cuMemHostRegister_v2", _POINTER, _SIZE, _FLAGS)
+        self._release = _function(library, "cuMemHostUnregister", _POINTER)
+        self._device_pointer = _function(
+            library, "cuMemHostGetDevicePointer_v2", ctypes.POINTER(ctypes.c_uint64), _POINTER, _FLAGS
+        )
+
+    def register(self, host: int, byte_count: int) -> int:
+        self.check("cuMemHostRegister", self._register(host, byte_count, PORTABLE_AND_MAPPED))
+        found = ctypes.c_uint64()
+        self.check("cuMemHostGetDevicePointer", self._device_pointer(ctypes.byref(found), host, 0))
+        return found.value
+
+    def release(self, host: int) -> None:
+        self.check("cuMemHostUnregister", self._release(host))
+
+    def queue(self, stream: int) -> "StreamQueue":
+        return StreamQueue(stream, self.check, self._wait, self._write, self._copy_out, self._copy_in)
+
+    def check(self, name: str, code: int) -> None:
+        """Raises RuntimeError unless `code` is 0."""
+        if code:
+            told = ctypes.c_char_p()
+            self._name(code, ctypes.byref(told))
+            words = told.value.decode() if told.value else "an unknown error"
+            raise RuntimeError(f"{name} of the CUDA driver failed: {words} ({code})")
+
+
+class StreamQueue:
+    """A stream as rings see it (ring.CopyQueue). Every piece of every transfer comes by here: no frame too many."""
+
+    def __init__(
+        self, stream: int, check: Callable[[str, int], None], wait: Call, write: Call, copy_out: Call, copy_in: Call
+    ) -> None:
+        self._stream, self._check, self._wait, self._write = stream, check, wait, write
+        self._copy_out, self._copy_in = copy_out, copy_in
+
+    def wait(self, word: int, value: int) -> None:
+        """The stream stands still until the word is at `value` or beyond."""
+        if code := self._wait(self._stream, word, value, WAIT_UNTIL_AT_LEAST):
+            self._check("cuStreamWaitValue32", code)
+
+    def write(self, word: int, value: int) -> None:
+        """Once all before it in the stream is done and can be seen."""
+        if code := self._write(self._stream, word, value, WRITE_BEHIND_ALL_BEFORE):
+            self._check("cuStreamWriteValue32", code)
+
+    def copy_out(self, host: int, source: int, byte_count: int) -> None:
+        if code := self._copy_out(host, source, byte_count, self._stream):
+            self._check("cuMemcpyDtoHAsync", code)
+
+    def copy_in(self, target: int, host: int, byte_count: int) -> None:
+        if code := self._copy_in(target, host, byte_count, self._stream):
+            self._check("cuMemcpyHtoDAsync", code)
+
+
+def _function(library: ctypes.CDLL, name: str, *kinds: type) -> Call:
+    function = getattr(library, name)
+    function.argtypes, function.restype = list(kinds), ctypes.c_int
+    return function

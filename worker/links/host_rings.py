@@ -1,0 +1,145 @@
+"""Rings in host memory that two processes have mapped and registered with their devices."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .driver_words import Driver
+from .host_memory import (
+    PAGE_BYTES,
+    HostWords,
+    Mapped,
+    NamedMemory,
+    NamelessMemory,
+    Pair,
+    Source,
+    first_that_works,
+    mapped,
+)
+from .ring import LINE_BYTES, WORD_MASK, RingPlace, RingShape
+
+GIVEN_UP = 1
+FAR_BEYOND = 1 << 30  # of what either end may have issued
+
+Made = TypeVar("Made")
+
+
+class Ranks(Protocol):
+    """How the ranks come to one answer about what each tried."""
+
+    def together(self, what: str, attempt: Callable[[], Made]) -> Made | None:
+        """This rank's attempt; None, on all ranks alike, where any failed: it has told why. Collective."""
+
+    def add_up(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Sums over the ranks. Collective."""
+
+
+class RanksOfGroup:
+    """Over the group's backend."""
+
+    def __init__(self, size: int, device: torch.device, tell: Callable[[str], None]) -> None:
+        """`tell`: a line for the log of this rank."""
+        self._size, self._device, self._tell = size, device, tell
+
+    def together(self, what: str, attempt: Callable[[], Made]) -> Made | None:
+        found: Made | None = None
+        try:
+            found = attempt()
+        except (RuntimeError, OSError, ValueError, AttributeError, MemoryError) as error:
+            self._tell(f"{what}: {type(error).__name__}: {error}")
+        here = int(found is not None)
+        return found if self.add_up([[here]]) == [[self._size]] else None
+
+    def add_up(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
+        counts = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(counts)
+        return counts.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class HostRing:
+    """One pair's ring as this process has it."""
+
+    place: RingPlace
+    words: HostWords
+    memory: Mapped
+    driver: Driver
+    slots: int
+
+    def let_go(self, value: int) -> None:
+        """Whatever waits goes on, with what lies in the slots, at either end; and the other end can see that.
+
+        `value`: how many pieces this end has issued.
+        """
+        self.words.set(2 * self.slots, GIVEN_UP)
+        for number in range(2 * self.slots):
+            self.words.set(number, (value + FAR_BEYOND) & WORD_MASK)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether either end has let go: what came since is not what was sent."""
+        return self.words.get(2 * self.slots) == GIVEN_UP
+
+    def close(self) -> None:
+        """No stream may use it any more. The mapping itself ends with the process."""
+        self.driver.release(self.memory.address)
+
+
+def ring_bytes(shape: RingShape) -> int:
+    """Words on pages of their own, then the slots."""
+    return _slots_from(shape) + -(-shape.slots * shape.slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def placed(memory: Mapped, shape: RingShape, words: int) -> RingPlace:
+    """`words`: the address of its first byte as queues take it."""
+    return RingPlace(slots=memory.address + _slots_from(shape), words=words)
+
+
+def pinned_ring(memory: Mapped, shape: RingShape, driver: Driver) -> HostRing:
+    """Raises RuntimeError where the driver does not pin it."""
+    place = placed(memory, shape, driver.register(memory.address, ring_bytes(shape)))
+    return HostRing(place, memory.words(LINE_BYTES, shape.word_lines), memory, driver, shape.slots)
+
+
+def _slots_from(shape: RingShape) -> int:
+    return -(-shape.word_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def open_rings(
+    purpose: str, group: str, pairs: Sequence[Pair], shape: RingShape, rank: int, ranks: Ranks, driver: Driver
+) -> dict[Pair, HostRing] | None:
+    """This rank's of all `pairs`; collective. None, on all ranks alike, where any could not have them."""
+    mine, byte_count = [pair for pair in pairs if rank in pair], ring_bytes(shape)
+    name = f"{purpose}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+
+    def share(source: Source) -> dict[Pair, Mapped] | None:
+        what = f"{purpose}: {len(pairs)} x {byte_count >> 10} KiB of host memory ({source.name})"
+        own = [pair for pair in pairs if pair[0] == rank]
+        made = ranks.together(what, lambda: {pair: source.make(pair, byte_count) for pair in own})
+        if made is None:
+            return None
+        told = ranks.add_up([made.get(pair, (0, 0)) for pair in pairs])
+        ways = {pair: source.path(pair, numbers) for pair, numbers in zip(pairs, told, strict=True)}
+        return ranks.together(what, lambda: {pair: mapped(ways[pair], byte_count) for pair in mine})
+
+    memory = first_that_works([NamelessMemory(), NamedMemory(name)], share)
+    if memory is None:
+        return None
+    what = f"{purpose}: host memory pinned"
+    return ranks.together(what, lambda: _registered(memory, shape, driver))
+
+
+def _registered(memory: dict[Pair, Mapped], shape: RingShape, driver: Driver) -> dict[Pair, HostRing]:
+    rings: dict[Pair, HostRing] = {}
+    try:
+        for pair, each in memory.items():
+            rings[pair] = pinned_ring(each, shape, driver)
+    except RuntimeError:
+        for ring in rings.values():
+            ring.close()
+        raise
+    return rings
