@@ -18,6 +18,7 @@ from ...coordinator.evaluation import collect_logits
 from ...coordinator.generation import GenerationRequest, TokenEvent
 from ...coordinator.one_request import generate
 from ...coordinator.policy.policy import Journey, journeys
+from ...proto.errors import RequestFailedError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
 from ..console import note, warn
@@ -71,7 +72,11 @@ class LayoutDifference:
 def check_layouts(driver: Driver, *, left_open: bool) -> None:
     """Compare, and tell. Where one is damaged and they were `left_open`, requests keep to the layer layout."""
     begun = monotonic()
-    found = compare_layouts(driver)
+    try:
+        found = compare_layouts(driver)
+    except RequestFailedError as error:
+        warn(f"the layouts could not be compared: {error}")
+        return
     seconds = monotonic() - begun
     wrong = [one.told for one in found if not one.agrees]
     if found and not wrong:
@@ -86,6 +91,8 @@ def check_layouts(driver: Driver, *, left_open: bool) -> None:
 
 def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
     """With no request open. OTHERS, as far as there is room for them; empty where nothing can be compared."""
+    if driver.settings.context_tokens < PROMPT_TOKENS + STEPS:
+        return ()
     room = journeys(driver.placement.ranks, None, None, driver.settings.journeys)
     others = [journey for journey in OTHERS if journey in room]
     if USUAL not in room or not others:
@@ -109,19 +116,21 @@ def difference(
 ) -> LayoutDifference:  # fmt: skip
     """`usual`, `rows`: logits [rows, V] of the same ids; where there are tokens, one row more than these is theirs.
 
-    Tokens count up to the first that differs: what follows answers another text.
+    Tokens count up to the first that differs: what follows answers another text. An answer that ended before, as its
+    logits were no numbers, differs there.
     """
     wanted, found = _log_softmax(usual), _log_softmax(rows)
     divergence = np.median((np.exp(wanted) * (wanted - found)).sum(axis=-1))
     # Parted: the row's choice is no near-tie in the other's eyes.
     lost = usual.max(axis=-1) - np.take_along_axis(usual, rows.argmax(axis=-1)[:, None], axis=-1)[:, 0]
     parted_rows = 1 - np.mean(lost <= tie)
-    first = next((n for n, (a, b) in enumerate(zip(usual_tokens, tokens, strict=True)) if a != b), len(tokens))
+    longest, shortest = max(len(usual_tokens), len(tokens)), min(len(usual_tokens), len(tokens))
+    first = next((n for n in range(shortest) if usual_tokens[n] != tokens[n]), shortest)
     parted_tokens = 0.0
-    if first < len(tokens):
-        row = usual[len(usual) - 1 - len(tokens) + first]
-        if not row.max() - row[tokens[first]] <= STEP_TIE:
-            parted_tokens = 1 - first / len(tokens)
+    if first < longest:
+        row = usual[len(usual) - 1 - len(usual_tokens) + first]
+        if first == shortest or not row.max() - row[tokens[first]] <= STEP_TIE:
+            parted_tokens = 1 - first / longest
     return LayoutDifference(way, len(usual), float(divergence), float(parted_rows), parted_tokens)
 
 

@@ -19,7 +19,7 @@ from gearshift.launch.start.layout_check import (
     compare_layouts,
     difference,
 )
-from gearshift.proto.errors import LayoutRefusedError
+from gearshift.proto.errors import LayoutRefusedError, RequestFailedError
 from gearshift.proto.ids import Layout
 from gearshift.tests.helpers.answers import GREEDY, answer
 from gearshift.tests.helpers.gguf_builder import build_model
@@ -63,6 +63,14 @@ def test_greedy_tokens_part_where_they_are_no_near_tie() -> None:
     assert difference("tensor->tensor", near, near, USUAL_TOKENS, [0, 1, 9, 9, 9, 9, 9, 9]).agrees
 
 
+def test_an_answer_that_ended_early_differs_from_there_on() -> None:
+    for tokens in ([], USUAL_TOKENS[:1]):
+        assert against(usual_rows(), tokens).damaged
+        assert difference("tensor->tensor", usual_rows(), usual_rows(), tokens, USUAL_TOKENS).damaged
+    assert against(usual_rows(), USUAL_TOKENS[:7]).agrees, "the last alone"
+    assert difference("tensor->tensor", usual_rows(), usual_rows(), [], []).agrees
+
+
 @pytest.fixture
 def driver(groups: RunningGroups, tmp_path: Path) -> Iterator[Driver]:
     driver = groups.load(build_model(tmp_path / "model.gguf", layers=4, heads=4, kv_heads=2), 2, context_tokens=256)
@@ -79,6 +87,21 @@ def test_layouts_of_a_sound_group_agree(driver: Driver, capsys: pytest.CaptureFi
     check_layouts(driver, left_open=True)
     assert "they agree" in capsys.readouterr().err
     assert driver.settings.journeys is None
+
+
+def test_a_context_without_room_for_them_and_requests_that_fail_end_no_start(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RequestFailedError("3 of 32 rows of logits came back")
+
+    monkeypatch.setattr(layout_check, "collect_logits", fails)
+    check_layouts(driver, left_open=True)
+    assert "could not be compared: 3 of 32 rows" in capsys.readouterr().err
+    assert driver.settings.journeys is None
+    monkeypatch.setattr(layout_check, "PROMPT_TOKENS", 257 - STEPS)
+    check_layouts(driver, left_open=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_where_they_differ_the_layer_layout_alone_is_used(
