@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 from typing import NoReturn
 
@@ -127,7 +128,7 @@ def _json_table(path: Path) -> dict[str, object]:
     if len(data) > MAX_FILE_BYTES:
         raise InputError(f"{path} is longer than {MAX_FILE_BYTES >> 20} MiB")
     try:
-        table = json.loads(data.decode(), parse_constant=_no_number)
+        table = json.loads(data.decode(), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(table, dict):
@@ -137,6 +138,13 @@ def _json_table(path: Path) -> dict[str, object]:
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(word: str) -> float:
+    """What `json.dumps` writes as JSON again: a float beyond all others it would not."""
+    if isinf(value := float(word)):
+        raise ValueError(f"{word} is beyond all floats")
+    return value
 
 
 def _named(message: str) -> str:

@@ -132,7 +132,7 @@ def plan(
     _refuse_many_chunks(prompt_tokens, found, layouts)
     facts = _plan(found, Task(prompt_tokens, answer - 1, requests=requests), layouts, shift_seconds)
     if as_json:
-        print(json.dumps(plan_json(facts), ensure_ascii=False))
+        print(json.dumps(plan_json(facts)))
     else:
         show_plan(facts, stdout_console())
 

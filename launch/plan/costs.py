@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from .fit import CPU, PlannedMemory, plan_memory
 from .timed_points import timed_chunks, wanted_chunks
 
 USUAL_MAX_CHUNK_TOKENS = 2048
+MOST_CHUNK_TOKENS = (1 << 31) - 1  # as --max-chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,8 @@ def costs_of_file(path: Path, workers: int | None, max_chunk_tokens: int | None)
     if workers is not None and workers != ranks:
         raise InputError(f"--workers {workers}: the costs in {path} are of {ranks}")
     named = file.facts.get("max_chunk_tokens")
-    buffers = (
-        named
-        if isinstance(named, int) and not isinstance(named, bool) and named > 0
-        else USUAL_MAX_CHUNK_TOKENS
-    )
+    sound = isinstance(named, int) and not isinstance(named, bool) and 0 < named <= MOST_CHUNK_TOKENS
+    buffers = named if isinstance(named, int) and sound else USUAL_MAX_CHUNK_TOKENS
     limits = Limits.for_device(device_kind(file.facts), max_chunk_tokens or buffers)
     return FoundCosts(file.costs, str(path), file.facts, limits)
 
@@ -198,8 +197,12 @@ def _suits(facts: Mapping[str, object], wanted: Mapping[str, object], device: De
 
 def _newest_first(folder: Path) -> Iterator[tuple[Path, CostFile]]:
     """Files of costs that can be read; the others are for whoever measures to complain about."""
-    paths = [path for path in folder.glob("*.json") if path.is_file()] if folder.is_dir() else []
-    for path in sorted(paths, key=lambda one: one.stat().st_mtime, reverse=True):
+    written: list[tuple[float, Path]] = []
+    with suppress(OSError):  # no folder, or none that may be looked into
+        for path in folder.glob("*.json"):
+            with suppress(OSError):  # it was put away meanwhile, or leads nowhere
+                written.append((path.stat().st_mtime, path))
+    for _, path in sorted(written, reverse=True):
         try:
             yield path, read_cost_file(path)
         except InputError:

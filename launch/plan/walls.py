@@ -38,9 +38,9 @@ def walls_of(facts: Mapping[str, object]) -> Walls | None:
     """None where there are none: facts may say anything."""
     try:
         walls = msgspec.convert(facts.get(FACT), Walls)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: a text that is not Unicode
         return None
-    return walls if walls.load_seconds >= 0 and all(0 < one < 1e15 for one in walls.seconds.values()) else None
+    return walls if 0 <= walls.load_seconds < 1e15 and all(0 < one < 1e15 for one in walls.seconds.values()) else None
 
 
 def compared_walls(facts: Mapping[str, object], outlook: Outlook) -> tuple[ComparedWall, ...]:

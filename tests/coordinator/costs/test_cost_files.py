@@ -114,6 +114,7 @@ def test_a_wrong_field_is_named(change: Callable[[Any], object], said: str) -> N
         (b'{"gearshift_costs": 1, "facts": [], "costs": {}}', "facts must be an object"),
         (b'{"gearshift_costs": 1, "extra": 1, "costs": {}}', "no field extra"),
         (b'{"gearshift_costs": 1, "costs": {"stages": [{"per_chunk": NaN, "per_token": 1}]}}', "NaN is no number"),
+        (b'{"gearshift_costs": 1, "facts": {"a": 1e999}, "costs": {}}', "is not JSON: 1e999 is beyond all floats"),
         (b"[" * 100_000, "is not JSON"),
         (b" " * (MAX_FILE_BYTES + 1), "longer than 4 MiB"),
     ],

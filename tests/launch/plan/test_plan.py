@@ -172,13 +172,22 @@ def test_the_published_walls_stand_beside_the_predicted_ones_within_three_percen
     assert "measured by others (predicted), s, with a load of" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("walls", [None, 3, {"prompt_tokens": 30}, {"seconds": {"layer->layer": -1}}])
+@pytest.mark.parametrize("walls", [None, 3, {"prompt_tokens": 30}, {"seconds": {"layer->layer": -1}}, {"\ud800": 1}])
 def test_walls_that_make_no_sense_are_none(
     walls: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"
     write_costs(path, COSTS, {"devices": ["cpu", "cpu"], "walls": walls})
     assert facts_of(capsys, "--costs", path, *WORDS)["walls"] == []
+
+
+@pytest.mark.parametrize("tokens", [0, True, "8", 10**30])
+def test_a_longest_chunk_that_none_has_is_not_taken(
+    tokens: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS, {"max_chunk_tokens": tokens})
+    assert facts_of(capsys, "--costs", path, *WORDS)["chunks"]
 
 
 @pytest.mark.parametrize(("prompt", "chunk"), [(2_013, 1024), (3_865, 1024), (10_041, 2048), (28_998, 3328)])
@@ -232,8 +241,8 @@ def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(
     ("limits", "free_mebibytes", "told", "chosen"),
     [
         ("900M", None, "assumed: a process takes", ("layer", "tensor")),
-        ("560M,620M", None, "only the layer layout is used", ("layer", "layer")),
-        (None, (816, 876), "only the layer layout is used", ("layer", "layer")),  # less the usual reserve of 256 MiB
+        ("660M,720M", None, "only the layer layout is used", ("layer", "layer")),
+        (None, (916, 976), "only the layer layout is used", ("layer", "layer")),  # less the usual reserve of 256 MiB
         (None, (300, 12_288), "does not fit: rank 0 needs", ("layer", "tensor")),
     ],
     ids=["ample", "limits", "the rig's cards", "one too small"],

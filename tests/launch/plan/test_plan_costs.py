@@ -138,6 +138,16 @@ def test_depth_counts_as_length_does() -> None:
     assert found() == 1.0
 
 
+def test_what_lies_beside_kept_costs_and_cannot_be_read_hides_none(tmp_path: Path) -> None:
+    keep(1.0)
+    folder = next(tmp_path.rglob("*.json")).parent
+    (folder / "a.json").symlink_to("a.json")
+    (folder / "nowhere.json").symlink_to("nowhere")
+    (folder / "folder.json").mkdir()
+    os.mkfifo(folder / "pipe.json")
+    assert found() == 1.0
+
+
 @pytest.mark.parametrize("points", [None, 3, {}, {"chunks": 1}, {"chunks": [[1], "ab", [True, 3], [0, -1]]}])
 def test_points_that_are_none_are_not_known(points: object) -> None:
     assert timed_chunks({"points": points}) == TimedChunks()
