@@ -1,5 +1,7 @@
 """Rows of a file as a GPU worker reads them: side by side, into memory that is there already."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -50,6 +52,28 @@ def test_a_file_that_was_cut_off_meanwhile_is_named(files: MappedModel, tmp_path
         files.read_rows(TENSOR, ColumnRange(0, ROWS), ColumnRange(0, BLOCKS * 256), into)
 
 
+def test_short_reads_go_on_and_what_the_disk_says_is_told_with_the_file(
+    files: MappedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def some(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        return real(descriptor, [buffers[0][:1000]], place)
+
+    def fails(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    rows, columns = ColumnRange(0, 20), ColumnRange(0, BLOCKS * 256)
+    wanted = files.raw_rows(TENSOR, rows, columns)
+    into = np.zeros(wanted.shape, dtype=np.uint8)
+    monkeypatch.setattr(os, "preadv", some)
+    files.read_rows(TENSOR, rows, columns, into)
+    assert np.array_equal(into, wanted)
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(ModelFileError, match=r"model\.gguf cannot be read: Input/output error"):
+        files.read_rows(TENSOR, ColumnRange(1, 2), columns, into[:1])
+
+
 def test_a_closed_model_holds_no_file(files: MappedModel) -> None:
     files.close()
     files.close()
@@ -77,6 +101,24 @@ def test_little_is_read_by_who_asks_alone() -> None:
     callers: list[threading.Thread] = []
     Readers(4).fill(0, np.zeros((100, 64), dtype=np.uint8), lambda *_: callers.append(threading.current_thread()))
     assert callers == [threading.current_thread()]
+
+
+def test_nobody_reads_any_more_when_an_error_is_raised() -> None:
+    failed, ended = threading.Event(), threading.Event()
+
+    def read(first: int, end: int, part: npt.NDArray[np.uint8]) -> None:
+        if not first:
+            failed.set()
+            raise ModelFileError("cut off")
+        assert failed.wait(10)
+        part[:] = 1
+        ended.set()
+
+    into = np.zeros((2, LEAST_READ_BYTES), dtype=np.uint8)
+    with pytest.raises(ModelFileError, match="cut off"):
+        Readers(2).fill(0, into, read)
+    assert ended.is_set()
+    assert into[1].all()
 
 
 def test_what_a_reader_meets_is_raised() -> None:

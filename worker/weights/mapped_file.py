@@ -109,12 +109,15 @@ class _OpenFile:
         self.close = weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, into: npt.NDArray[np.uint8], place: int) -> None:
-        """Fill `into` with the bytes from `place` on. Raises ModelFileError where there are not as many."""
+        """Fill `into` with the bytes from `place` on. Raises ModelFileError where there are fewer, or none to be had."""
         if not self.close.alive:
             raise ModelFileError(f"{self.path} is closed")  # its descriptor may be another file's by now
         done = 0
         while done < into.nbytes:
-            count = os.preadv(self.descriptor, [into[done:].data], place + done)
+            try:
+                count = os.preadv(self.descriptor, [into[done:].data], place + done)
+            except OSError as error:  # it names no file
+                raise ModelFileError(f"{self.path} cannot be read: {error.strerror or error}") from error
             if count == 0:
                 raise ModelFileError(f"{self.path} ends at byte {place + done}: it was cut off meanwhile")
             done += count

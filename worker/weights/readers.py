@@ -1,7 +1,7 @@
 """Threads that read rows of a file side by side: one alone is slower than a card that takes them."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +21,10 @@ class Readers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def fill(self, first: int, into: npt.NDArray[np.uint8], read: ReadRows) -> None:
-        """Rows from `first` on to `into` [rows, bytes], by this thread and others. What a read raises is raised."""
+        """Rows from `first` on to `into` [rows, bytes], by this thread and others.
+
+        What a read raises is raised once nobody reads any more: `into` and the file are the caller's again.
+        """
         rows = len(into)
         shares = max(1, min(self._threads, rows, into.nbytes // LEAST_READ_BYTES))
         cuts = [rows * share // shares for share in range(shares + 1)]
@@ -29,6 +32,9 @@ class Readers:
             self._pool.submit(read, first + begin, first + end, into[begin:end])
             for begin, end in pairwise(cuts[1:])
         ]
-        read(first, first + cuts[1], into[: cuts[1]])
+        try:
+            read(first, first + cuts[1], into[: cuts[1]])
+        finally:
+            wait(others)
         for other in others:
             other.result()
