@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -67,6 +68,29 @@ def test_a_damaged_or_foreign_file_is_made_anew(tmp_path: Path, damage: str) -> 
     assert Images(compiler, kept).image("a") == b"image of a"
     assert compiler.compiled == ["a"]
     assert kept.read(image_key(("a",))) == b"image of a"
+
+
+def test_what_others_own_or_may_write_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptImages(tmp_path)
+    before = os.umask(0)
+    try:
+        assert kept.write("k", b"x")
+    finally:
+        os.umask(before)
+    assert kept.read("k") == b"x"
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o620)
+    assert kept.read("k") is None
+    path.chmod(0o600)
+    others = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: others)
+    assert kept.read("k") is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_plain_file_is_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "k.image")
+    assert KeptImages(tmp_path).read("k") is None
 
 
 def test_without_a_folder_that_can_be_written_kernels_are_compiled(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Compiled kernels in the user's cache folder: one file each, whole or not there, and no more than a bound in all.
 
 Nothing depends on it: where the folder cannot be written, or a file in it is not what it should be, kernels are
-compiled again. Ranks share it without a lock, as files come into place in one piece.
+compiled again. Ranks share it without a lock, as files come into place in one piece. What is kept runs on the user's
+cards: a file that others own, or may write, is not taken (another user's folder, as with HOME kept by sudo).
 """
 
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,9 +44,9 @@ class KeptImages:
             return None
         path = self.folder / (key + ENDING)
         try:
-            if not path.is_file():
-                return None  # a pipe would be waited for
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_open_at_once) as file:
+                if not _is_own(os.fstat(file.fileno())):
+                    return None
                 data = file.read(MOST_IMAGE_BYTES + 1)
         except OSError:
             return None
@@ -63,7 +65,8 @@ class KeptImages:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                unfinished.write_bytes(_FORM + _digest(key, image) + image)
+                with open(unfinished, "xb", opener=_open_own) as file:
+                    file.write(_FORM + _digest(key, image) + image)
                 unfinished.replace(self.folder / (key + ENDING))
             except OSError:
                 unfinished.unlink(missing_ok=True)
@@ -90,6 +93,19 @@ class KeptImages:
             with suppress(OSError):
                 os.unlink(path)
             left -= size
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would be waited for
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # whatever the umask: see `_is_own`
+
+
+def _is_own(facts: os.stat_result) -> bool:
+    """A plain file that this user alone writes."""
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
 def _digest(key: str, image: bytes) -> bytes:

@@ -109,7 +109,7 @@ class _OpenFile:
         self.close = weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, into: npt.NDArray[np.uint8], place: int) -> None:
-        """Fill `into` with the bytes from `place` on. Raises ModelFileError where there are fewer, or none to be had."""
+        """Fill `into` with the bytes from `place` on. Raises ModelFileError where there are not as many."""
         if not self.close.alive:
             raise ModelFileError(f"{self.path} is closed")  # its descriptor may be another file's by now
         done = 0
