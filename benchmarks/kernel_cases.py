@@ -9,16 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gearshift.benchmarks.synthetic_models import random_matrix
+from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error
 from gearshift.tests.worker import quant_kernel_checks, step_kernel_checks
 from gearshift.worker.kernels import quant_ops
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, from_gguf
 
-DEVICE = quant_kernel_checks.DEVICE
 TIMED = DEVICE.type == "cuda"
 HALF = step_kernel_checks.HALF
 ROTATED_BYTES = 400 << 20  # more than any cache holds
@@ -67,7 +68,7 @@ def some_planes(rows: int, columns: int, type_name: str) -> list[Planes]:
     from gguf import GGMLQuantizationType
 
     quant = GGMLQuantizationType[type_name]
-    raw = random_matrix(quant_kernel_checks.np.random.default_rng(), quant, rows, columns)
+    raw = random_matrix(np.random.default_rng(), quant, rows, columns)
     first = from_gguf(type_name, torch.from_numpy(raw).to(DEVICE))
     planes = [first.codes, first.high, first.scales, first.supers]
     copies = copies_of(first.byte_count)
@@ -121,7 +122,7 @@ def library_product(rows: int, columns: int) -> Case:
 
     def check() -> dict[str, float]:
         wanted = x.double() @ weights.double().T
-        return {"product": quant_kernel_checks.relative_error(torch.nn.functional.linear(x, weights), wanted) / 5e-3}
+        return {"product": relative_error(torch.nn.functional.linear(x, weights), wanted) / 5e-3}
 
     launches: list[Launch] = [lambda w=w: (torch.nn.functional.linear(x, w), None)[1] for w in copies]  # type: ignore[misc]
     return Case("library linear", f"bf16 {rows} x {columns}, batch 1", weights.nbytes, launches, check)

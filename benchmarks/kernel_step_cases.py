@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from gearshift.benchmarks.kernel_cases import (
-    DEVICE,
     HALF,
     STEP_LIMIT,
     TIMED,
@@ -34,10 +33,10 @@ from gearshift.proto.kv import row_bytes
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error
 from gearshift.tests.worker import (
     draw_kernel_checks,
     parcel_kernel_checks,
-    quant_kernel_checks,
     step_kernel_checks,
 )
 from gearshift.worker.device_parcels import DeviceParcels
@@ -329,7 +328,7 @@ def joined(sizes: Sizes) -> Case:
         launch()
         first, second = torch.softmax(torch.stack(sums), 0).transpose(1, 2)[..., None]
         wanted = past.float() * first + new.float() * second
-        return {"joined": quant_kernel_checks.relative_error(out, wanted) / 1e-2}
+        return {"joined": relative_error(out, wanted) / 1e-2}
 
     moved = 3 * out.nbytes + 2 * sums[0].nbytes
     return Case("merge_two", " x ".join(map(str, shape)), moved, [launch], check)

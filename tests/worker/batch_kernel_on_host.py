@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import batch_source, quant_ops
 from gearshift.worker.kernels.exchange import MOST_ROWS
@@ -100,7 +101,7 @@ def check(
     used = quant_ops.quantize(100 * torch.randn(batch, columns + 320))  # what lies beyond must not matter
     x = quant_ops.quantize(torch.randn(batch, columns) * torch.logspace(-1, 1, columns), used.narrowed(columns))
     wanted = x.expanded(torch.float64) @ dequantize(planes).double().T
-    return float((product(library, planes, x, tile, blocks).double() - wanted).norm() / wanted.norm())
+    return relative_error(product(library, planes, x, tile, blocks), wanted)
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 Several ranks play on one device: those that do not sample first note what they send, as their peers would hear of it.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from gearshift.proto.ids import RequestId
 from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
+from gearshift.tests.helpers.kernel_checks import DEVICE
 from gearshift.worker.kernels import draw_ops, step_ops
 from gearshift.worker.kernels.draw_ops import DrawBuffers
 from gearshift.worker.kernels.exchange import Exchange
@@ -22,7 +22,6 @@ from gearshift.worker.kernels.step_ops import StepState
 from gearshift.worker.penalties import DevicePenalties
 from gearshift.worker.sampling import Sampler, is_penalised
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 LINES = 8
 WIDTH = 32
 

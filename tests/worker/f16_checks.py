@@ -21,6 +21,7 @@ from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
+from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload
 from gearshift.tests.worker.layer_step_checks import plain_product
 from gearshift.worker.kernels import attention, quant_ops, step_ops
@@ -74,10 +75,6 @@ def passes(decoder: Decoder, state: RequestState, rows: torch.Tensor) -> Iterato
         yield decoder.layers(rows[first:end].to(decoder.device), layers, Layout.LAYER, [segment]).cpu()
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wide: bool) -> Found:
     """`down`: the type of the matrices behind the gates."""
     norm = np.full(64, WIDE if wide else 1.0, np.float32)
@@ -98,8 +95,8 @@ def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wid
         stage.decoder.fused = fused
         many, few = passes(stage.decoder, stage.states[0], rows)
         told = f"{name}{', kernel by kernel' * (not fused)}"
-        yield f"{told}: many rows", error(many, wanted[0]), 2e-3
-        yield f"{told}: few rows", error(few, wanted[1]), 4e-2  # activations in int8
+        yield f"{told}: many rows", relative_error(many, wanted[0]), 2e-3
+        yield f"{told}: few rows", relative_error(few, wanted[1]), 4e-2  # activations in int8
 
 
 def check_library_attention(device: torch.device) -> Found:
@@ -111,7 +108,7 @@ def check_library_attention(device: torch.device) -> Found:
     )
     mask = attention.causal_mask(50, 200, 0, device)
     found = [attention.attend_by_library(query, key, value, mask, 0.1, older) for older in (True, False)]
-    yield "attention by heads", error(*found), 1e-3
+    yield "attention by heads", relative_error(*found), 1e-3
 
 
 def main() -> int:

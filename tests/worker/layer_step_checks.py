@@ -31,6 +31,7 @@ from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
+from gearshift.tests.helpers.kernel_checks import relative_error, worst
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload, cached, passed, stepped
 from gearshift.worker.kernels import draw_ops, quant_ops, step_ops
 from gearshift.worker.kernels.draw_ops import DrawBuffers
@@ -80,10 +81,6 @@ def bytes_of(item: object) -> int:
     return sum(found.values())
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def plain_product(planes: Planes, x: QuantizedRows, out: torch.Tensor, *_: object, **__: object) -> None:
     """`quant_ops.multiply`, which has its own checks and takes most of the interpreter's time."""
     out.copy_(x.expanded(torch.float32) @ dequantize(planes).T)
@@ -110,9 +107,10 @@ def check_stages(
     found = both(stepped)
     written, caches = [stage.kv.arena.clone() for stage in stages], [cached(stage) for stage in stages]
     wanted = both(passed)
-    yield f"{name}: logits", error(torch.stack(found), torch.stack(wanted)), 1.5e-2  # int8 of attention in f16 there
+    # There int8 is of attention's results in f16.
+    yield f"{name}: logits", relative_error(torch.stack(found), torch.stack(wanted)), 1.5e-2
     for stage, cache, arena, old in zip(stages, caches, written, before, strict=True):
-        yield f"{name}: cache of {stage.rank}", error(cache, cached(stage)), 5e-3
+        yield f"{name}: cache of {stage.rank}", relative_error(cache, cached(stage)), 5e-3
         changed = (arena != old).any(dim=1).sum()
         # Each bundle's block of each request and nothing else: 3 requests, 2 parts (1 where the layer is whole).
         parts = sum(bool(part.query_heads) for part in stage.decoder.weights.layers[stage.rank].parts)
@@ -121,7 +119,7 @@ def check_stages(
         return
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
     # Another batch size: another product, whose int8 may have scales of other widths.
-    yield f"{name}: a request alone", error(alone, found[0][:1]), 3e-2
+    yield f"{name}: a request alone", relative_error(alone, found[0][:1]), 3e-2
     case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
     working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * step_parts.SPLITS
     for stage in stages:
@@ -212,7 +210,7 @@ def check_chunk_attention(folder: Path, kv_type: KvType, window: int) -> Iterato
             first, kv = max(0, 61 + row - window) if window else 0, part.kv_head_of_query[head]
             scores = keys[kv, first : 61 + row] @ query[row, head].float() * spec.attention_scale
             wanted[row, head] = torch.softmax(scores, 0) @ values[kv, first : 61 + row]
-        yield f"chunk's attention, {kv_type}, window {window}", error(found, wanted), 2e-3
+        yield f"chunk's attention, {kv_type}, window {window}", relative_error(found, wanted), 2e-3
 
 
 def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
@@ -228,7 +226,7 @@ def check_choice(folder: Path) -> Iterator[tuple[str, float, float]]:
     for step, (ids, logprobs) in enumerate(zip(result.ids, result.logprobs, strict=True)):
         rows = torch.log_softmax(stage.steps.logits(stage.states, tokens, [p + step for p in POSITIONS]), -1)
         wrong += sum(int(row.argmax()) != token for row, token in zip(rows, ids, strict=True))
-        far = max(far, error(torch.tensor(logprobs), rows.amax(-1)))
+        far = worst(far, relative_error(torch.tensor(logprobs), rows.amax(-1)))
         tokens = ids
     yield "choice", float(wrong or len(result.ids) != 3), 0.5
     yield "choice: logprobs", far, 1e-5
@@ -246,7 +244,7 @@ def check_decode_steps(folder: Path) -> Iterator[tuple[str, float, float]]:
     steps = DecodeSteps(spec, placement, stage.decoder, Exchange.alone(CPU, spec.hidden), CONTEXT)
     logits = stage.steps.logits(stage.states, tokens, POSITIONS)
     stage.kv.arena.copy_(before)
-    yield "decode steps: logits", error(steps.logits(stage.states, tokens, POSITIONS), logits), 1e-6
+    yield "decode steps: logits", relative_error(steps.logits(stage.states, tokens, POSITIONS), logits), 1e-6
     stage.kv.arena.copy_(before)
     first = steps.begin(stage.states, POSITIONS, 2)
     second = steps.begin(stage.states, [place + 2 for place in POSITIONS], 1)
@@ -301,7 +299,7 @@ def check_drawn_steps(stage: Stage, steps: DecodeSteps, before: torch.Tensor) ->
         for request, row, token, logprob in zip(requests, rows, line, logprobs[step], strict=True):
             wanted = alone.choose(request, row)
             wrong += wanted.token != token
-            far = max(far, abs(wanted.logprob - logprob))
+            far = worst(far, abs(wanted.logprob - logprob))
         tokens = line
     yield "drawn steps: tokens", float(wrong), 0.5
     yield "drawn steps: logprobs", far, 1e-5

@@ -1,16 +1,15 @@
 """Parcels by kernels against plain ones, bit for bit. Run as `quant_kernel_checks` is."""
 
-import os
 import sys
 
 import torch
 
+from gearshift.tests.helpers.kernel_checks import DEVICE
 from gearshift.worker.checksums import CHECKSUM_BYTES
 from gearshift.worker.device_parcels import DeviceParcels
 from gearshift.worker.kv import SlotRun
 from gearshift.worker.parcels import Parcels, Place
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SALT = -0x123456789ABCDEF
 
 

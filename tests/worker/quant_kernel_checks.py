@@ -3,23 +3,16 @@
 On a machine with a CUDA device the kernels run there; without one, set TRITON_INTERPRET=1.
 """
 
-import os
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 
+from gearshift.tests.helpers.kernel_checks import DEVICE, INTERPRETED, relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
 from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def sums_of_codes(x: quant_ops.QuantizedRows, rounded: torch.Tensor) -> float:

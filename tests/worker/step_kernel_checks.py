@@ -1,13 +1,13 @@
 """The kernels between a step's products against plain torch, on fresh random data. Run as `quant_kernel_checks` is."""
 
 import itertools
-import os
 import sys
 
 import torch
 import torch.nn.functional as functional
 
 from gearshift.proto.model import Activation, RopeKind
+from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error, worst
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import step_ops
 from gearshift.worker.kernels.cards import SplitTile, split_tile
@@ -17,15 +17,10 @@ from gearshift.worker.kernels.quant_ops import QuantizedRows, Sent, multiply, qu
 from gearshift.worker.kernels.quant_planes import from_gguf
 from gearshift.worker.kernels.step_ops import Angles, KvPlace, PartHeads, RopeFacts, SplitBuffers, StepState
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 EPSILON = 1e-5
 Blocks = tuple[bool, bool]  # whether keys and values are q8_0
 Q8: Blocks = (True, True)
 HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16  # the interpreter has no bf16 products
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def as_floats(x: QuantizedRows) -> torch.Tensor:
@@ -37,7 +32,7 @@ def beyond_rounding(x: QuantizedRows, wanted: torch.Tensor) -> float:
     together = 32 if x.rows == 1 else 256
     padded = functional.pad(wanted, (0, -wanted.shape[1] % together)).unflatten(1, (-1, together))
     step = (padded.abs().amax(-1, keepdim=True) / 127).expand_as(padded).flatten(1)[:, : wanted.shape[1]]
-    return max(0.0, float(((as_floats(x) - wanted).abs() / step).max()) - 0.5) / 10
+    return worst(0.0, float(((as_floats(x) - wanted).abs() / step).max()) - 0.5) / 10
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -53,8 +48,8 @@ def check_halves(rows: int, width: int, post: bool) -> dict[str, float]:
     step_ops.finish_half(partial, kept, weight, after if post else None, EPSILON, out)
     step_ops.finish_half(None, kept.clone(), weight, None, EPSILON, dense)
     return {
-        "halves: hidden": error(kept, hidden + total), "halves: int8": beyond_rounding(out, wanted),
-        "halves: bf16": error(dense, wanted) / 100,
+        "halves: hidden": relative_error(kept, hidden + total), "halves: int8": beyond_rounding(out, wanted),
+        "halves: bf16": relative_error(dense, wanted) / 100,
     }  # fmt: skip
 
 
@@ -118,7 +113,7 @@ def check_exchange(ranks: int, rows: int, width: int, sent: bool, on_host: bool,
     failed = sum(int(exchange.failed.item()) for exchange in exchanges)
     name = f"exchange{' by products' * sent}{' by many programs' * on_host}"
     return {
-        name: max(error(rows_, wanted) for rows_ in hidden),
+        name: worst(*(relative_error(rows, wanted) for rows in hidden)),
         f"{name}: ranks alike, all came": 0.0 if same and not failed else 1.0,
     }
 
@@ -153,12 +148,12 @@ def wrong_sums(x: QuantizedRows) -> float:
     """Whether sums beside the codes are not what the codes say."""
     if x.rows == 1:
         wanted = x.codes.float().unflatten(1, (-1, 2, 16)).sum(-1) * x.scales[..., None]
-        return max(error(x.sums_16, wanted.flatten(1)), error(x.sums_32, wanted.sum(-1)))
+        return worst(relative_error(x.sums_16, wanted.flatten(1)), relative_error(x.sums_32, wanted.sum(-1)))
     sums = x.codes[: x.columns // 32, : x.rows].float().unflatten(2, (2, 16)).sum(-1)  # [groups, rows, halves]
     group = torch.arange(len(sums), device=DEVICE)
     at = group % 8 // 2 * 4 + group % 2
     found = [x.halves[group // 8, :, at + 2 * half][:, : x.rows].float() for half in (0, 1)]
-    return error(torch.stack(found, -1), sums)
+    return relative_error(torch.stack(found, -1), sums)
 
 
 def check_attention(
@@ -211,9 +206,9 @@ def check_attention(
         return torch.stack(pair, -1).flatten(-2) if kind is RopeKind.INTERLEAVED else torch.cat(pair, -1)
 
     there = [row for row, _, _ in newest]
-    stored = max(
-        error(torch.stack([exact.keys[slot, :, at] for _, slot, at in newest]), rotated(head_kinds[1])[there]),
-        error(
+    stored = worst(
+        relative_error(torch.stack([exact.keys[slot, :, at] for _, slot, at in newest]), rotated(head_kinds[1])[there]),
+        relative_error(
             torch.stack([exact.values[slot, :, at] for _, slot, at in newest]),
             turned[there, heads.query + heads.kv :],
         ),
@@ -247,11 +242,12 @@ def check_attention(
     result = functional.pad(wanted.flatten(1), [width * others for others in beside])
     others = result == 0
     return {
-        "attention: query": error(query[there], rotated(head_kinds[0])[there]) / 100, "attention: stored": stored,
+        "attention: query": relative_error(query[there], rotated(head_kinds[0])[there]) / 100,
+        "attention: stored": stored,
         "attention: cache, bit by bit": float(not torch.equal(written, cache.arena)),
-        "attention: splits": error(joined[there], wanted[there]) / 30,
-        "attention: result": error(as_floats(out), result) / 100, "attention: sums": wrong_sums(out),
-        "attention: as on older cards": error(as_floats(older), result) / 100,
+        "attention: splits": relative_error(joined[there], wanted[there]) / 30,
+        "attention: result": relative_error(as_floats(out), result) / 100, "attention: sums": wrong_sums(out),
+        "attention: as on older cards": relative_error(as_floats(older), result) / 100,
         "attention: nothing beside it": float(as_floats(out)[others].abs().sum()),
     }  # fmt: skip
 
@@ -281,7 +277,7 @@ def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
     scores = query.float().transpose(0, 1) @ wide_keys.transpose(1, 2) * 0.09
     hidden = torch.ones(rows, cached + rows, device=DEVICE, dtype=torch.bool).triu(cached + 1)
     wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ wide_values
-    return {"attention of many rows": error(out, wanted.transpose(0, 1)) / 100}
+    return {"attention of many rows": relative_error(out, wanted.transpose(0, 1)) / 100}
 
 
 def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float]:
@@ -296,8 +292,8 @@ def check_gate(rows: int, width: int, activation: Activation) -> dict[str, float
     shrunk = torch.empty_like(dense, dtype=torch.float16)
     step_ops.gate(both, activation, shrunk, 32.0)
     return {
-        "gate": error(dense, wanted), "gate: int8": beyond_rounding(out, wanted),
-        "gate: f16": error(32.0 * shrunk.float(), wanted) / 1000,
+        "gate": relative_error(dense, wanted), "gate: int8": beyond_rounding(out, wanted),
+        "gate: f16": relative_error(32.0 * shrunk.float(), wanted) / 1000,
     }  # fmt: skip
 
 
@@ -323,7 +319,7 @@ def check_choice(rows: int, vocab: int) -> dict[str, float]:
     moved = numbers[1].tolist() == [41] * rows and numbers[2].tolist() == [3] * rows
     return {
         "choice": 0.0 if right and moved else 1.0,
-        "choice: logprob": error(logprobs[2], torch.log_softmax(logits, -1).amax(-1)),
+        "choice: logprob": relative_error(logprobs[2], torch.log_softmax(logits, -1).amax(-1)),
     }
 
 
@@ -369,7 +365,7 @@ def check_sums_in_turn(on_host: bool, rounds: int = 3) -> dict[str, float]:
     exchanges[0].failed.fill_(1)
     step_ops.finish_half(partials[0], hidden[0].clone(), weight, None, EPSILON, out, exchanges[0])
     return {
-        "sums in turn": max(error(rows, wanted) for rows in hidden),
+        "sums in turn": worst(*(relative_error(rows, wanted) for rows in hidden)),
         "sums in turn: counted, all came": 0.0 if counted and came else 1.0,
     }  # fmt: skip
 
@@ -411,7 +407,7 @@ def main() -> int:
                 checks.append(check_exchange(ranks, rows, width, sent, on_host))
     for check in checks:
         for name, value in check.items():
-            found[name] = max(found.get(name, 0.0), value if value == value else float("inf"))
+            found[name] = worst(found.get(name, 0.0), value)
     for name, value in found.items():
         print(name, "right" if value < 1.5e-4 else "wrong", value)
     return 0 if all(value < 1.5e-4 for value in found.values()) else 1
