@@ -84,7 +84,9 @@ def worst_fit(found: Measurement) -> float:
 
 def told_fit(off: float) -> str:
     """What to say of it; empty: the costs fit."""
-    return f"the fit is off by {off:.0%}: was the machine busy? run it again" if off > MOST_OFF_FIT else ""
+    if off <= MOST_OFF_FIT:
+        return ""
+    return f"the costs are off by up to {off:.0%} from what was timed: was the machine busy? run it again"
 
 
 def _off(predicted: float, measured: float) -> float:

@@ -25,7 +25,7 @@ GEARSHIFT_WORKERS=2 gearshift config demo
 
 OptionalModel = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="With its file's own sampling values.", show_default=False),
+    typer.Argument(metavar="MODEL", help="With its file's own sampling values.", show_default=False),
 ]
 
 

@@ -31,7 +31,7 @@ COLOURS = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
 OptionalModel = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Also say whether this model would fit.", show_default=False),
+    typer.Argument(metavar="MODEL", help="Also say whether this model would fit.", show_default=False),
 ]
 
 

@@ -31,7 +31,7 @@ PromptLength = Annotated[
     typer.Option("--prompt-length", metavar="K", min=1, help="Tokens read as the prompt. Left out: all."),
 ]
 Out = Annotated[
-    str, typer.Option("--out", metavar="FILE.npy", help="Where the f32 [tokens, vocab] array goes.")
+    str, typer.Option("--out", metavar="FILE.npy", help="Where the array goes: f32, tokens by vocabulary.")
 ]
 
 

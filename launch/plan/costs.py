@@ -86,7 +86,8 @@ def costs_of_model(
         return _planned(plan, wish, file, str(costs_file))
     kept = None if settings.measure else kept_costs(plan.spec, settings, wish.tokens)
     if kept is not None:
-        return _planned(plan, wish, kept[1], f"measured earlier on this machine ({kept[0]})")
+        computed = kept[1].facts.get("compute_type")
+        return _planned(plan, wish, kept[1], f"measured earlier on this machine, computing in {computed} ({kept[0]})")
     with open_session(open_model(model), settings, layouts, wish) as session:
         driver = session.driver
         facts = {
@@ -123,6 +124,7 @@ def kept_costs(
 ) -> tuple[Path, CostFile] | None:
     """What was measured with this model, as many workers and the same settings on this machine.
 
+    Of what was measured in types that a group would not choose by itself nothing is taken, unless they are asked for.
     Timed with chunks like those that a group of this context would time goes first, else with the longest chunks; of
     these where the model lay exactly so goes before where it did not (with cuts or shares that were asked for, alone),
     then the newest.
@@ -144,7 +146,7 @@ def kept_costs(
     found = [
         one
         for one in _newest_first(costs_folder(environment))
-        if _suits(one[1].facts, wanted, settings.device)
+        if _suits(one[1].facts, wanted, settings.device) and _types_could_be_chosen(one[1].facts, settings)
     ]
     as_placed = placement_digest(
         place(
@@ -193,6 +195,14 @@ def _suits(facts: Mapping[str, object], wanted: Mapping[str, object], device: De
     return device_kind(facts) in kinds[device] and all(
         facts.get(name) == value for name, value in wanted.items()
     )
+
+
+def _types_could_be_chosen(facts: Mapping[str, object], settings: GroupSettings) -> bool:
+    """Whether a group whose types are left open might compute so: no CPU in f16, keys and values as all else is."""
+    computed = facts.get("compute_type")
+    if settings.compute_type is None and computed == str(ComputeType.F16) and device_kind(facts) == CPU:
+        return False
+    return settings.kv_format is not None or facts.get("kv_type") == [computed, computed]
 
 
 def _newest_first(folder: Path) -> Iterator[tuple[Path, CostFile]]:

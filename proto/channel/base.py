@@ -78,7 +78,7 @@ class Channel:
             self._socket.bind(f"tcp://{host}:{'*' if port in ('0', '*') else port}")
         except zmq.ZMQError as error:
             self.close()
-            raise InputError(f"cannot listen on {address}: {error.strerror}") from error
+            raise InputError(f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}") from error
         except InputError:
             self.close()
             raise

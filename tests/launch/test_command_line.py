@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 
 from gearshift.launch import command_line
 from gearshift.launch.command_line import run_command
@@ -22,6 +23,15 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
     for command in COMMANDS:
         assert run_command([command, "--help"]) == 0
         assert f"gearshift {command} demo" in capsys.readouterr().out
+
+
+def test_no_help_holds_what_rich_takes_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    group = typer.main.get_group(command_line.app)
+    for name, command in group.commands.items():
+        for parameter in command.params:
+            assert "[" not in (getattr(parameter, "help", None) or ""), (name, parameter.name)
+        assert run_command([name, "--help"]) == 0
+        assert "[[" not in capsys.readouterr().out, name
 
 
 def test_help_and_inspect_never_import_torch() -> None:

@@ -85,6 +85,12 @@ def test_two_coordinators_never_share_a_port() -> None:
         assert first.address != second.address
 
 
+def test_a_port_that_is_taken_is_told_with_its_address_once() -> None:
+    with CoordinatorChannel.bind() as first, pytest.raises(InputError) as refused:
+        CoordinatorChannel.bind(first.address)
+    assert str(refused.value) == f"cannot listen on {first.address}: Address already in use"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_listening_off_loopback_is_refused(host: str) -> None:
     with pytest.raises(InputError, match="loopback"):

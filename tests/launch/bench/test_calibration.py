@@ -133,13 +133,13 @@ def test_costs_that_fit_badly_are_told_and_do_not_replace_better_ones(
         return read_cost_file(path).facts["worst_fit"], capsys.readouterr().err
 
     tmp_cache = Path(os.environ["XDG_CACHE_HOME"])
-    busy = "the fit is off by 49%: was the machine busy? run it again"
+    busy = "the costs are off by up to 49% from what was timed: was the machine busy? run it again"
     kept, told = calibrated(0.486)
     assert kept == 0.486, "nothing was kept that is better"
     assert busy in told
     kept, told = calibrated(0.1)
     assert kept == 0.1
-    assert "the fit is off" not in told
+    assert "off by up to" not in told
     kept, told = calibrated(0.486)
     assert kept == 0.1
     assert busy in told

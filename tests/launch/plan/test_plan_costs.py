@@ -24,7 +24,6 @@ from gearshift.proto.reports import Hello
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 SPEC = model_spec([layer_spec()] * 4, vocab=60)
-F32 = KvFormat(KvType.F32, KvType.F32)
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +49,12 @@ def keep(
     threads: int | None = None,
     age_seconds: int = 0,
     chunks: Points = ((0, 64), (0, 256), (512, 64)),
+    compute: ComputeType = ComputeType.F32,
+    kv: KvType = KvType.F32,
 ) -> None:
     """What a group leaves that was measured so long ago; `per_token` tells it from others."""
     cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
-    loaded = LoadResult(0.0, ComputeType.F32, F32, (0,) * workers, (0,) * workers)
+    loaded = LoadResult(0.0, compute, KvFormat(kv, kv), (0,) * workers, (0,) * workers)
     placement = place(SPEC, workers, layer_shares=shares)
     settings = group_settings(workers=workers, threads=threads)
     facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(chunks))
@@ -98,6 +99,21 @@ def test_the_newest_is_taken_but_one_that_lay_as_it_would_now_goes_before() -> N
     assert found(group_settings(workers=2, layer_share="1,3")) is None
     keep(3.0, device="a card", chunks=measuring_plan("cuda", 2, 4096, 512, 1).chunks)
     assert found() == 3.0
+
+
+def test_types_that_no_group_chooses_by_itself_count_only_where_they_are_asked_for() -> None:
+    keep(1.0, compute=ComputeType.BF16, kv=KvType.BF16, age_seconds=30)
+    keep(2.0, compute=ComputeType.F16, kv=KvType.F16, age_seconds=20)
+    keep(3.0, compute=ComputeType.BF16, kv=KvType.Q8_0, age_seconds=10)
+    assert found() == 1.0
+    assert found(group_settings(workers=2, compute_type="f16")) == 2.0
+    assert found(group_settings(workers=2, kv_type="q8_0")) == 3.0
+    assert found(group_settings(workers=2, compute_type="f16", kv_type="q8_0")) is None
+
+
+def test_cards_may_choose_f16_by_themselves() -> None:
+    keep(1.0, device="a card", compute=ComputeType.F16, kv=KvType.F16)
+    assert found() == 1.0
 
 
 def test_shares_that_nobody_asked_for_may_be_others() -> None:

@@ -47,8 +47,18 @@ def test_a_chosen_context_holds_prompt_and_answer_within_the_trained_length() ->
 def test_f35_a_prompt_longer_than_the_context_is_refused_with_both_counts() -> None:
     with pytest.raises(DoesNotFitError, match=r"65 tokens, --context is 64"):
         wish_context(64, 65, 0, 8192)
-    with pytest.raises(DoesNotFitError, match=r"9000 tokens.*8192"):
+    with pytest.raises(DoesNotFitError, match=r"9000 tokens.*8192; --context N goes beyond it"):
         wish_context(None, 9000, 0, 8192)
+
+
+def test_an_answer_that_the_context_will_cut_short_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    wish_context(None, 8190, 3, 8192)
+    wish_context(64, 10, None, 8192)
+    assert capsys.readouterr().err == ""
+    wish_context(None, 8190, 50, 8192)
+    assert "a prompt of 8190 tokens a context of 8192 holds 3 tokens of answer, not 50" in capsys.readouterr().err
+    wish_context(64, 64, 2, 8192)
+    assert "holds 1 token of answer, not 2" in capsys.readouterr().err
 
 
 def test_costs_are_measured_only_where_something_depends_on_them() -> None:
