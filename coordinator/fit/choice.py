@@ -14,7 +14,7 @@ from ...proto.kv import KvFormat, row_bytes
 from ...proto.placement.memory import Holding
 from ...proto.placement.plan import Placement
 from .device_memory import rank_budgets, told_bytes
-from .memory import OTHER_BYTES, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
+from .memory import OTHER_BYTES, OTHER_PART, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
 from .remake import Remake
 from .residency import with_residency
 
@@ -203,14 +203,20 @@ def _fit(candidate: Candidate, case: FitCase, context: int, pools: Sequence[Pool
     return Fit(case, context, case.memory(context), tuple(notes), warnings)
 
 
-def with_usual_chunk(case: FitCase, context_tokens: int, process_bytes: Sequence[int]) -> FitCase:
-    """The longest usual chunk for which all that is neither weights nor KV stays small on every card."""
+def with_usual_chunk(
+    case: FitCase, context_tokens: int, process_bytes: Sequence[int], room_bytes: Sequence[int] = ()
+) -> FitCase:
+    """The longest usual chunk for which all that is neither weights nor KV stays small on every card.
+
+    `process_bytes`: what each rank's process holds without a model, `room_bytes`: what its card has beside others'.
+    """
+    small = [max(OTHER_BYTES, room // OTHER_PART) for room in room_bytes] or [OTHER_BYTES] * len(process_bytes)
     if case.holding is not Holding.PLANES:
         return case.with_max_chunk(CHUNKS[0])
     for chunk in CHUNKS:
         found = case.with_max_chunk(chunk)
-        memory = found.memory(context_tokens)
-        if all(one.other_bytes + held <= OTHER_BYTES for one, held in zip(memory, process_bytes, strict=True)):
+        each = zip(found.memory(context_tokens), process_bytes, small, strict=True)
+        if all(one.other_bytes + held <= most for one, held, most in each):
             break
     return found
 

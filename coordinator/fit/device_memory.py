@@ -36,6 +36,11 @@ class DeviceMemory:
         """What the process takes without a model."""
         return self.process_bytes + self.coming_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What the process and a model may take in all, where nothing is left alone."""
+        return self.free_bytes + self.process_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryWish:

@@ -21,6 +21,7 @@ from ..schedule.slots import slots_needed, zero_bundles
 
 MEBIBYTE = 1 << 20
 OTHER_BYTES = 700 * MEBIBYTE  # a card: all that is neither weights nor KV should stay below
+OTHER_PART = 48  # or below so small a part of a card: more than 700 MiB where it has more than 33 GiB
 
 
 @dataclass(frozen=True, slots=True)

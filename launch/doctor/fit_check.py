@@ -81,7 +81,8 @@ def _check(
     spec, settings, wanted = plan.spec, plan.settings, wish.tokens
     case = plan.case(plan.placement(), device_kind, compute_type)
     if not case.max_chunk_tokens:
-        case = with_usual_chunk(case, wanted, [one.base_bytes for one in devices])
+        held, room = [one.base_bytes for one in devices], [one.room_bytes for one in devices]
+        case = with_usual_chunk(case, wanted, held, room)
     found = pools(devices, memory_wish(settings))
     most = largest_context(case, found, spec.trained_context)
     fits = wanted <= most or (wanted > spec.trained_context and largest_context(case, found, wanted) == wanted)

@@ -75,7 +75,7 @@ def plan_memory(
     if not case.max_chunk_tokens:
         process_bytes = CPU_PROCESS_BYTES if device_kind == CPU else card_process_bytes(None, workers)
         held = [one.base_bytes for one in devices] or [process_bytes] * placement.ranks
-        case = with_usual_chunk(case, wish.tokens, held)
+        case = with_usual_chunk(case, wish.tokens, held, [one.room_bytes for one in devices])
     return PlannedMemory(case, wish.tokens, case.memory(wish.tokens), (*told, *assumed))
 
 

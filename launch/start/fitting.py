@@ -131,7 +131,8 @@ def fit_type(
     case = plan.case(placement, device_kind, compute_type)
     chunks: tuple[int, ...] = ()
     if not case.max_chunk_tokens:
-        case = with_usual_chunk(case, wish.tokens, [one.base_bytes for one in devices])
+        held, room = [one.base_bytes for one in devices], [one.room_bytes for one in devices]
+        case = with_usual_chunk(case, wish.tokens, held, room)
         chunks = SHORT_CHUNKS
     ways = candidates(case, found, wish, plan.placement, chunks, plan.shares_open)
     if plan.settings.residency is not None:

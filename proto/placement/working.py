@@ -20,7 +20,7 @@ from .slices import layer_slice
 Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
 
 MEBIBYTE = 1 << 20
-EXPANDED_BYTES = 256 * MEBIBYTE  # most of the workspace that matrices are expanded into (kernels/quant_matrix.py)
+EXPANDED_BYTES = 128 * MEBIBYTE  # most of the workspace that matrices are expanded into (kernels/quant_matrix.py)
 FUSED_WIDTHS = (32, 64, 128, 256)  # of heads, for the kernels between the products
 FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: nothing is expanded
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)

@@ -310,6 +310,19 @@ def test_the_longest_chunk_is_chosen_so_that_all_else_stays_below_700_mib_a_card
     assert with_usual_chunk(case, 4096, (300 * MEBIBYTE, 0)).max_chunk_tokens <= chosen.max_chunk_tokens
 
 
+def test_on_large_cards_chunks_are_longer_as_far_as_all_else_is_a_small_part_of_them() -> None:
+    case = FitCase(LLAMA_8B, place(LLAMA_8B, 2), Holding.PLANES, F16, journeys(2, None, None), max_chunk_tokens=2048)
+    process = (1560 * MEBIBYTE,) * 2
+
+    def longest(*gibibytes: int) -> int:
+        return with_usual_chunk(case, 4096, process, [size << 30 for size in gibibytes]).max_chunk_tokens
+
+    assert longest(24, 24) == longest(140, 24) == 512
+    assert longest(140, 140) == 2048
+    chosen = case.with_max_chunk(2048)
+    assert all(one.other_bytes + process[0] <= (140 << 30) // 48 for one in chosen.memory(4096))
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_allocate_what_was_planned(
     groups: RunningGroups, tiny_model: Callable[[str], Path], workers: int
