@@ -340,5 +340,3 @@ def finished_chunk(chunk_of_stage: Sequence[Chunk | None]) -> Chunk | None:
     """The chunk that leaves the last stage in this tick, if it wants the head."""
     chunk = chunk_of_stage[-1] if chunk_of_stage else None
     return chunk if chunk is not None and (chunk.sample or chunk.logits or chunk.targets) else None
-
-

@@ -49,4 +49,3 @@ def read_config(path: Path) -> ConfigFile | None:
 def current_settings(flags: Flags | None = None, model: Mapping[str, ModelValue] | None = None) -> Settings:
     """The settings of this process: these flags, its environment and the user's config file."""
     return merge(flags or {}, os.environ, read_config(config_path()), model)
-

@@ -54,10 +54,6 @@ class Working(Struct, frozen=True):
     shift: int  # a streamed shift goes on beside the prefill
     decode: int
 
-    @property
-    def peak(self) -> int:
-        return self.standing + max(self.prefill, self.shift, self.decode)
-
 
 class WorkingCase(Struct, frozen=True):
     """How a model is to be run."""

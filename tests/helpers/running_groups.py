@@ -87,5 +87,3 @@ def running_groups(device: str = "cpu") -> Iterator[RunningGroups]:
     """Ends all groups on leaving."""
     with ExitStack() as stack:
         yield RunningGroups(stack, device)
-
-

@@ -246,6 +246,7 @@ def staged_ways(
         return StagedTimes(what, (1 << 20,), (SLOW,), (times[what],))
 
     lanes = Lanes([streams.new()], [streams.new()])  # type: ignore[list-item]
+
     def opened_rings(_: str, __: str, pairs: Any, shape: Any, *___: Any) -> Any:
         return {pair: made_ring(streams, shape) for pair in pairs}
 

@@ -69,7 +69,6 @@ class DrawBuffers:
         self.host_tables[0][:lines, :requests] = table
         self.table[:lines].copy_(self.host_tables[0][:lines], non_blocking=True)
 
-
     def set_penalties(self, penalties: Sequence[DevicePenalties | None]) -> bool:
         """What changes the rows' logits from now on; whether anything does."""
         spare = len(self.penalties) - len(penalties)

@@ -17,13 +17,10 @@ from . import quant_ops
 from .exchange import Exchange
 from .half import gain_of, result_type
 from .quant_ops import QuantizedRows, Sent
-from .quant_planes import Planes
+from .quant_planes import Piece, Planes
 
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
-
-Piece = Planes | Tensor  # a dense piece is of the workspace's type, [rows, columns]
-
 
 class Workspace:
     """One buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
@@ -83,7 +80,7 @@ class QuantMatrix:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether `multiply_quantized` can serve: no columns are held but the owned ones."""
+        """Whether no columns are held but the owned ones."""
         return not (self.lead or self.tail)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
@@ -113,7 +110,7 @@ class QuantMatrix:
         return all(isinstance(piece, Planes) for piece in self.pieces)
 
     def multiply_quantized(self, x: QuantizedRows, out: Tensor, to: Exchange | None = None) -> None:
-        """out [B, rows] f32; only where `whole_blocks`. Dense pieces multiply the activations as their codes say.
+        """out [B, rows] f32 of rows of all `held_columns`. Dense pieces multiply the activations as their codes say.
 
         `to`: the sums are partial, and go to the other ranks at once; only where `tells_ranks`.
         """

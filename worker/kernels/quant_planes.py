@@ -94,6 +94,10 @@ class Planes:
         return Planes(self.format, end - first, self.columns, *parts)
 
 
+Piece = Planes | Tensor
+"""Rows of a matrix of one type; those without planes are [rows, columns] in the compute type."""
+
+
 def has_planes(type_name: str, columns: int) -> bool:
     """Whether matrices of this type and width can be kept as planes."""
     return type_name in FORMATS and columns > 0 and columns % GROUP == 0

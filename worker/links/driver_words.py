@@ -13,7 +13,7 @@ from .ring import CopyQueue
 LIBRARY = "libcuda.so.1"
 WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 WRITE_BEHIND_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a memory barrier before the write
-PORTABLE_AND_MAPPED = 1 | 2  # cuMemHostRegister's flags
+PORTABLE_AND_MAPPED = 1 | 2  # flags of cuMemHostRegister, and of cudaHostRegister
 
 _POINTER, _ADDRESS, _WORD, _SIZE, _FLAGS = (
     ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_uint

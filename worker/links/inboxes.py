@@ -3,7 +3,6 @@
 Peer access is proven with data, not asked of the driver. Multicast is never used.
 """
 
-import ctypes
 import mmap
 import os
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .driver_words import PORTABLE_AND_MAPPED
 from .tensor_group import TensorGroup
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     views = list(whole.view(ranks.size, -1))
     _prove(views, ranks)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
-    return Inboxes(addresses, True, (segment, whole, ctypes.c_int))
+    return Inboxes(addresses, True, (segment, whole))
 
 
 def _prove(views: list[Tensor], ranks: _Ranks) -> None:

@@ -22,10 +22,10 @@ from ..kernels.half import result_type
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.step_ops import Angles
 from .decoder import Segment
-from .device_decoder import DeviceDecoder, Table
+from .device_decoder import DeviceDecoder, Table, table_blocks
 
 # Layout, bucket, layer, the layer after it where that makes a difference, which of its graphs.
-Piece = tuple[Layout, int, int, int | None, str]
+GraphKey = tuple[Layout, int, int, int | None, str]
 
 
 @dataclass(slots=True)
@@ -66,10 +66,10 @@ class ChunkPass:
     ) -> None:
         self._decoder, self._placement, self._rank = decoder, placement, rank
         self._most_rows = chunk_bucket(most_rows)
-        self._blocks = -(-context_tokens // 64) + 1
+        self._blocks = table_blocks(context_tokens)
         self._buffers: Buffers | None = None
-        self._graphs: dict[Piece, torch.cuda.CUDAGraph] = {}
-        self._seen: set[Piece] = set()
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._seen: set[GraphKey] = set()
         self._pool: Any = None  # of all graphs: they run one after another
         self._stream: torch.cuda.Stream | None = None  # of pieces that are captured, and of their first run
 
@@ -124,15 +124,15 @@ class ChunkPass:
             buffers.tables[bundle][: len(run.index)].copy_(run.index)
         return buffers
 
-    def _play(self, piece: Piece, work: Callable[[], None]) -> None:
+    def _play(self, key: GraphKey, work: Callable[[], None]) -> None:
         """Launch a piece, the second time captured; from then on replay its graph."""
-        if (graph := self._graphs.get(piece)) is not None:
+        if (graph := self._graphs.get(key)) is not None:
             graph.replay()
             return
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        if piece not in self._seen:
-            self._seen.add(piece)
+        if key not in self._seen:
+            self._seen.add(key)
             self._run_aside(self._stream, work)
             return
         graph = torch.cuda.CUDAGraph()
@@ -143,7 +143,7 @@ class ChunkPass:
                 work()
             finally:
                 graph.capture_end()
-        self._graphs[piece] = graph
+        self._graphs[key] = graph
         graph.replay()
 
     @staticmethod

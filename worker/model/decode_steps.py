@@ -23,7 +23,7 @@ from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_ops import QuantizedRows
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
-from .device_decoder import DeviceDecoder
+from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BUCKETS,
     MOST_STEPS,
@@ -36,7 +36,6 @@ from .step_parts import (
     kept_up_to,
     part_fits,
     splits_for,
-    table_blocks,
 )
 from .steps import Choice, Draw
 

@@ -27,6 +27,11 @@ from .decoder import Decoder, Segment
 Table = tuple[Tensor, int]  # slots by block, and the elements between two rows' tables (0: one for all rows)
 
 
+def table_blocks(context_tokens: int) -> int:
+    """Places of a request's table of slots."""
+    return block_count(context_tokens) + 1
+
+
 class Chunks(Protocol):
     """Passes of many rows of one request (see `chunk_pass`)."""
 
@@ -84,7 +89,7 @@ class DeviceDecoder(Decoder):
         stacks = [
             sum(matrix.rows * matrix.held_columns for matrix in matrices)
             for layer in self._weights.layers
-            for matrices in zip(*map(_matrices_of, layer.parts), strict=True)
+            for matrices in zip(*map(_all_matrices, layer.parts), strict=True)
         ]
         if (workspace := _workspace(self._weights)) is not None:
             workspace.fix(max(stacks))
@@ -174,14 +179,11 @@ class DeviceDecoder(Decoder):
     ) -> None:
         """Rotate all parts' queries into `query_TQW`, and keys and values into the cache."""
         width = self._spec.layers[layer].key_width
-        norms = None
-        if weights.query_norm is not None and weights.key_norm is not None:
-            norms = weights.query_norm, weights.key_norm
         column = first_head = 0
         for part, (table, stride) in zip(parts, tables, strict=True):
             columns = (part.query_heads + 2 * part.kv_heads) * width
             step_ops.rotate_into_cache(
-                projected_TC[:, column : column + columns], part.qkv_bias, norms,
+                projected_TC[:, column : column + columns], part.qkv_bias, weights.head_norms,
                 angles[self._spec.layers[layer].rope],
                 self._spec.norm_epsilon, positions, table, stride,
                 query_TQW[:, first_head : first_head + part.query_heads], self.place(layer, part.part),
@@ -329,9 +331,9 @@ def _side_by_side(x_TC: Tensor, matrices: Sequence[object], gain: float = 1.0) -
     return quant_matrix.multiply_side_by_side(quant_matrix.padded_together(x_TC, quantised), quantised, gain=gain)
 
 
-def _matrices_of(part: PartWeights) -> tuple[QuantMatrix, ...]:
+def _all_matrices(part: PartWeights) -> tuple[QuantMatrix, ...]:
     return tuple(map(as_quantised, (part.qkv, part.attention_output, part.gate_up, part.down)))
 
 
 def _workspace(weights: Weights) -> Workspace | None:
-    return next((m.workspace for layer in weights.layers for part in layer.parts for m in _matrices_of(part)), None)
+    return next((m.workspace for layer in weights.layers for part in layer.parts for m in _all_matrices(part)), None)

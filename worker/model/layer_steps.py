@@ -23,7 +23,7 @@ from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_planes import Planes
 from ..requests import RequestState
 from ..weights.layer import PartWeights
-from .device_decoder import DeviceDecoder
+from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BUCKETS,
     BatchBuffers,
@@ -36,7 +36,6 @@ from .step_parts import (
     matrices_of,
     part_fits,
     splits_for,
-    table_blocks,
 )
 from .steps import Choice, Draw, Work
 

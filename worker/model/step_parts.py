@@ -102,11 +102,6 @@ def splits_for(context_tokens: int) -> int:
     return SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
 
 
-def table_blocks(context_tokens: int) -> int:
-    """Places of a request's table of slots."""
-    return -(-context_tokens // 64) + 1
-
-
 class BatchBuffers:
     """Static buffers of one batch size."""
 
@@ -189,9 +184,6 @@ class PartRoom:
         spec, decoder = self._decoder.spec, self._decoder
         layer, facts = decoder.weights.layers[number], spec.layers[number]
         heads, width, positions = part.query_heads, facts.key_width, batch.state.positions
-        norms = None
-        if layer.query_norm is not None and layer.key_norm is not None:
-            norms = layer.query_norm, layer.key_norm
         qkv = as_quantised(part.qkv)
         projected = self.projected.view(-1)[: self._size * qkv.rows].view(self._size, qkv.rows)
         query = self.query.view(-1)[: self._size * heads * width].view(self._size, heads, width)
@@ -200,7 +192,7 @@ class PartRoom:
             self.splits[heads, width] = SplitBuffers.of(self._size, heads, self._split_count, width, decoder.device)
         qkv.multiply_quantized(batch.normed, projected)
         step_ops.rotate_into_cache(
-            projected, part.qkv_bias, norms, batch.angles[facts.rope], spec.norm_epsilon, positions, table,
+            projected, part.qkv_bias, layer.head_norms, batch.angles[facts.rope], spec.norm_epsilon, positions, table,
             table.stride(0), query, place, heads, part.kv_heads,
         )  # fmt: skip
         output = as_quantised(part.attention_output)

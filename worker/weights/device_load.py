@@ -13,8 +13,8 @@ from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels
-from ..kernels.quant_matrix import EmbeddingTable, Piece, QuantMatrix, Workspace
-from ..kernels.quant_planes import Planes, has_planes, sort_by_rows, stack
+from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
+from ..kernels.quant_planes import Piece, Planes, has_planes, sort_by_rows, stack
 from .load import Cut
 from .mapped_file import MappedModel
 from .plane_bytes import stacked_pieces

@@ -50,6 +50,11 @@ class LayerWeights:
     feed_forward_norm: Tensor  # [D]
     post_feed_forward_norm: Tensor | None  # [D]
 
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
+        """Of query heads and of key heads, where the layer has them."""
+        return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

@@ -171,6 +171,5 @@ class WeightLoader:
         return vector.copy_(torch.from_numpy(self._files.vector(tensor)))
 
 
-
 def _nobody(byte_count: int) -> None:
     """Nobody is told."""

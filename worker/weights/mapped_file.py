@@ -44,11 +44,8 @@ class MappedModel:
         """
         if not len(rows) or not len(columns):
             return
-        width = _row_width(tensor)
-        kind = GGMLQuantizationType[tensor.type_name]
-        block_values, block_bytes = GGML_QUANT_SIZES[kind]
-        table = self._table(tensor, width // block_values * block_bytes)
-        columns_bytes = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
+        table, kind = self._table(tensor), GGMLQuantizationType[tensor.type_name]
+        columns_bytes = _byte_columns(tensor, columns)
         step = max(1, PIECE_VALUES // max(1, len(columns)))
         for first in range(rows.first, rows.end, step):
             end = min(first + step, rows.end)
@@ -56,10 +53,7 @@ class MappedModel:
 
     def raw_rows(self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange) -> npt.NDArray[np.uint8]:
         """The bytes of `tensor[rows, columns]`, [rows, bytes a row]: a view of the file. Whole quant blocks only."""
-        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
-        table = self._table(tensor, _row_width(tensor) // block_values * block_bytes)
-        columns_bytes = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
-        return table[rows.as_slice(), columns_bytes]
+        return self._table(tensor)[rows.as_slice(), _byte_columns(tensor, columns)]
 
     def read_rows(
         self, tensor: TensorInfo, rows: ColumnRange, columns: ColumnRange, into: npt.NDArray[np.uint8]
@@ -69,9 +63,7 @@ class MappedModel:
         From the page cache that is several times as fast as a copy of mapped pages, each of which has to be found
         first. Raises ModelFileError where the file ends before.
         """
-        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
-        row_bytes = _row_width(tensor) // block_values * block_bytes
-        wanted = slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
+        row_bytes, wanted = _row_bytes(tensor), _byte_columns(tensor, columns)
         file, place = self._files[tensor.file], tensor.offset + rows.first * row_bytes
         if wanted == slice(0, row_bytes):
             file.read(into.reshape(-1), place)
@@ -85,10 +77,7 @@ class MappedModel:
 
     def gather_rows(self, tensor: TensorInfo, ids: npt.NDArray[np.int64]) -> Floats:
         """The given rows of a matrix in f32: [len(ids), columns]."""
-        kind = GGMLQuantizationType[tensor.type_name]
-        block_values, block_bytes = GGML_QUANT_SIZES[kind]
-        table = self._table(tensor, _row_width(tensor) // block_values * block_bytes)
-        return _dequantize(table[ids], kind)
+        return _dequantize(self._table(tensor)[ids], GGMLQuantizationType[tensor.type_name])
 
     def vector(self, tensor: TensorInfo) -> Floats:
         """A whole one-dimensional tensor in f32."""
@@ -96,9 +85,10 @@ class MappedModel:
         pieces = [values for _, values in self.rows(tensor, ColumnRange(0, 1), ColumnRange(0, length))]
         return np.concatenate(pieces).reshape(length)
 
-    def _table(self, tensor: TensorInfo, row_bytes: int) -> npt.NDArray[np.uint8]:
+    def _table(self, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
+        """A view of the file: [rows, bytes a row]."""
         raw = self._maps[tensor.file][tensor.offset : tensor.offset + tensor.byte_count]
-        return raw.reshape(-1, row_bytes)
+        return raw.reshape(-1, _row_bytes(tensor))
 
 
 class _OpenFile:
@@ -130,8 +120,14 @@ def _map(file: _OpenFile, facts: FileFacts) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
-def _row_width(tensor: TensorInfo) -> int:
-    return tensor.shape[-1]
+def _row_bytes(tensor: TensorInfo) -> int:
+    return _byte_columns(tensor, ColumnRange(0, tensor.shape[-1])).stop
+
+
+def _byte_columns(tensor: TensorInfo, columns: ColumnRange) -> slice:
+    """Where whole quant blocks of a row's values lie among its bytes."""
+    block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
+    return slice(columns.first // block_values * block_bytes, columns.end // block_values * block_bytes)
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Floats:

@@ -12,12 +12,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..kernels.quant_planes import FORMATS, Planes, from_gguf, has_planes
+from ..kernels.quant_planes import FORMATS, Piece, Planes, from_gguf, has_planes
 from .load import Cut
 
 ALIGNMENT_BYTES = 256  # as the allocator has it: kernels read in long words
-
-Piece = Planes | Tensor
 
 
 @dataclass(frozen=True, slots=True)

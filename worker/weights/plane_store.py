@@ -17,12 +17,13 @@ from ...proto.model import ModelSpec
 from ...proto.placement.migration import Migration, PartTransfer
 from ...proto.placement.plan import Placement
 from ..kernels.matrix import AnyMatrix
+from ..kernels.quant_planes import Piece
 from ..memory import MemoryLedger
 from .host_copies import HostCopies
 from .layer import MATRIX_FIELDS, PartWeights, Weights, filled
 from .load import WeightLoader
 from .part_store import STAGING, bias_rows, set_part
-from .plane_bytes import PartPlan, Piece, plan_part
+from .plane_bytes import PartPlan, plan_part
 
 Key = tuple[int, int]  # (layer, part)
 MakeMatrix = Callable[[list[Piece], int, int, int], AnyMatrix]  # of pieces, columns before, own and behind
