@@ -91,13 +91,25 @@ class Ranks:
         self._launch(last, logits)
         for rank in range(last):  # the same again, now that there is a choice
             self._launch(rank, logits)
-        assert all(torch.equal(self.numbers[0], other) for other in self.numbers)
-        assert all(torch.equal(self.results[0], other) for other in self.results)
-        assert not any(int(exchange.failed.item()) for exchange in self.exchanges)
-        assert self.numbers[0, 2].tolist() == [step + 1] * len(self.requests)
-        ids, logprobs = self.results[0][0, step], self.results[0][1, step].view(torch.float32)
-        assert torch.equal(self.numbers[0, 0], ids)
-        return ids.tolist(), logprobs.tolist()
+        if faults := self.faults(step):
+            raise AssertionError(f"after step {step}: " + "; ".join(faults))
+        return self.results[last, 0, step].tolist(), self.results[last, 1, step].view(torch.float32).tolist()
+
+    def faults(self, step: int) -> list[str]:
+        """What is not as it must be after a step: ranks that waited in vain, or have other numbers than the last."""
+        found = [f"rank {rank} waited in vain" for rank, one in enumerate(self.exchanges) if int(one.failed.item())]
+        for name, of_ranks in (
+            ("tokens, positions, steps", self.numbers),
+            ("ids", self.results[:, 0]),
+            ("logprobs", self.results[:, 1]),
+        ):
+            for rank, line, row in (of_ranks != of_ranks[-1]).nonzero().tolist():
+                values = " not ".join(map(shown, (of_ranks[rank, line, row], of_ranks[-1, line, row])))
+                found.append(f"{name}, rank {rank}, line {line}, row {row}: {values}")
+        tokens, _, steps = self.numbers[-1]
+        for row in ((steps != step + 1) | (tokens != self.results[-1, 0, step])).nonzero().flatten().tolist():
+            found.append(f"row {row} is not a step further")
+        return found
 
     def _launch(self, rank: int, logits: torch.Tensor, waits: bool = True) -> None:
         exchange, own = self.exchanges[rank], logits[:, self.cuts[rank] : self.cuts[rank + 1]].contiguous()
@@ -113,6 +125,11 @@ class Ranks:
             for tensor, before in zip(changed, kept, strict=True):
                 tensor.copy_(before)
         exchange.failed.fill_(0 if not waits else int(exchange.failed.item()))
+
+
+def shown(word: torch.Tensor) -> str:
+    """An int32, also as the f32 that it may be."""
+    return f"{word.item()} ({word.view(torch.float32).item():.9g})"
 
 
 def chains_of(*chains: dict[str, Any]) -> list[SamplingParameters]:
@@ -278,6 +295,7 @@ def checks() -> Iterator[dict[str, float]]:
     yield check_chains(3, 2500)
     yield check_distribution(150, 32 if DEVICE.type == "cpu" else 2000)
     if DEVICE.type == "cuda":
+        yield check_greedy_alike(4000)  # as many blocks as a power of two: all threads have one
         yield check_penalties(2, 128256)
         yield check_penalties(4, 5000)
         yield check_chains(1, 128256)

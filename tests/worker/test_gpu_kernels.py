@@ -24,6 +24,7 @@ def most_shared_bytes(card: int) -> int:
 
 
 COMPILE = """
+import re
 import sys
 card = int(sys.argv[1])
 half = "*fp16" if card < 80 else "*bf16"  # what it computes in
@@ -117,7 +118,18 @@ def sources():
         dict(D=4096, BLOCK=1024))
     yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=True, BN=2, G=16))
 
-print(max(compile(each, target=GPUTarget("cuda", card, 32)).metadata.shared for each in sources()))
+def fused_with_a_shuffle(ptx):
+    # Threads of a pair would get different sums: fatal where one of them stores it and another one sends it.
+    shuffled = set(re.findall(r"shfl\\.sync\\.bfly\\.b32\\s+(%r\\d+)", ptx))
+    return [line for line in re.findall(r"\\bfma\\.rn\\S* .*", ptx) if shuffled & set(re.findall(r"%r\\d+", line))]
+
+shared = 0
+for each in sources():
+    compiled = compile(each, target=GPUTarget("cuda", card, 32))
+    shared = max(shared, compiled.metadata.shared)
+    if each.fn in (step_triton.choose_token, draw_triton.draw_token):
+        assert not fused_with_a_shuffle(compiled.asm["ptx"]), each.name
+print(shared)
 """
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .exchange_triton import SPIN_LIMIT
+from .step_triton import sum_of_blocks
 
 LEAST = tl.constexpr(-(1 << 31))  # below the bits of any number
 
@@ -205,7 +206,7 @@ def draw_token(
     tops = tl.load(at, mask=there, other=float("-inf"))
     totals = tl.load(at + 2, mask=there, other=0.0)
     top = tl.max(tops, 0)
-    total = tl.sum(tl.where(there, totals * tl.where(tops == top, 1.0, tl.exp(tops - top)), 0.0), 0)
+    total = sum_of_blocks(tops, totals, top, there)
     k = tl.arange(0, K)
     keys = tl.load(greatest + row * K + k)
     position = tl.load(positions + row)

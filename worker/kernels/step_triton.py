@@ -440,6 +440,17 @@ def best_of_block(
 
 
 @triton.jit
+def sum_of_blocks(tops, totals, top, there):
+    """The sum of exponentials over all blocks, each of its own greatest logit; bit for bit the same in every thread.
+
+    A product may not be fused with the sum (hence `fma` with 0, which is a product that stays one): threads add in
+    pairs, and each of a pair would round the other's product only.
+    """
+    products = tl.fma(totals, tl.where(tops == top, 1.0, tl.exp(tops - top)), 0.0)
+    return tl.sum(tl.where(there, products, 0.0), 0)
+
+
+@triton.jit
 def choose_token(
     best, tokens, positions, steps, ids_out, logprobs_out, out_stride, inboxes, data_at, flags_at, sequence, failed,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
@@ -457,7 +468,7 @@ def choose_token(
     totals = tl.load(at + 2, mask=there, other=0.0)
     top = tl.max(tops, 0)
     place = tl.min(tl.where(tops == top, places, 1e9), 0)
-    total = tl.sum(tl.where(there, totals * tl.exp(tops - top), 0.0), 0)
+    total = sum_of_blocks(tops, totals, top, there)
     if RANKS > 1:
         number = tl.load(sequence + row) + 1
         half = (number & 1) * (RANKS * ROWS)
