@@ -1,10 +1,12 @@
 """What staged copies are used for, and the memory they lie in, as far as no GPU is needed to say so."""
 
 import ctypes
+import mmap
 import os
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,8 +18,8 @@ import torch
 from gearshift.tests.worker.staged_helpers import FakeStreams, made_ring
 from gearshift.tests.worker.test_ring import SHAPE, RecordedQueue
 from gearshift.worker.links import staging
-from gearshift.worker.links.host_memory import NamelessMemory, mapped
-from gearshift.worker.links.host_rings import open_rings, placed, ring_bytes
+from gearshift.worker.links.host_memory import Mapped, NamelessMemory, mapped
+from gearshift.worker.links.host_rings import open_rings, pinned_ring, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.links.pipeline import Incoming, Outgoing, StagedReceiver
 from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn
@@ -181,6 +183,30 @@ def test_memory_that_the_driver_does_not_pin_is_let_go_and_the_cause_told() -> N
 
 
 @pytest.mark.slow
+def test_memory_stays_mapped_for_as_long_as_it_is_pinned() -> None:
+    """A link that was given up, or a check that failed, lets nothing go that a stream may still use."""
+    streams = FakeStreams()
+    ring = made_ring(streams, SHAPE)
+    segment = weakref.ref(ring.memory.segment)
+    kept = ring.memory
+    del ring, kept
+    assert segment() is not None
+    assert len(streams.registered) == 1
+    closed = made_ring(streams, SHAPE)
+    there = weakref.ref(closed.memory.segment)
+    closed.close()
+    del closed
+    assert there() is None
+    assert len(streams.registered) == 1
+    streams.refused = "no more"
+    segments = mmap.mmap(-1, ring_bytes(SHAPE))
+    refused = weakref.ref(segments)
+    with pytest.raises(RuntimeError, match="no more"):
+        pinned_ring(Mapped(segments, ctypes.addressof(ctypes.c_char.from_buffer(segments))), SHAPE, streams)
+    del segments
+    assert refused() is None, "what was never pinned need not stay"
+
+
 def test_a_ring_carries_bytes_to_another_process_and_back() -> None:
     """Through memory that the other reaches by this process's descriptor."""
     from gearshift.tests.worker import staged_peer_program

@@ -54,7 +54,9 @@ class DriverWords:
     def register(self, host: int, byte_count: int) -> int:
         self.check("cuMemHostRegister", self._register(host, byte_count, PORTABLE_AND_MAPPED))
         found = ctypes.c_uint64()
-        self.check("cuMemHostGetDevicePointer", self._device_pointer(ctypes.byref(found), host, 0))
+        if code := self._device_pointer(ctypes.byref(found), host, 0):
+            self._release(host)
+            self.check("cuMemHostGetDevicePointer", code)
         return found.value
 
     def release(self, host: int) -> None:

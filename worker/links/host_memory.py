@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from .driver_words import Driver
+
 FOLDER = "/dev/shm"
 PAGE_BYTES = 4096
 
@@ -19,10 +21,27 @@ Pair = tuple[int, int]  # (sender, receiver)
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """`address`: of the first byte. The mapping ends with the process, or when nothing refers to it any more."""
+    """`address`: of the first byte.
+
+    The mapping ends with the process, or when nothing refers to it any more and it is not pinned.
+    """
 
     segment: mmap.mmap
     address: int
+
+    def pin(self, driver: Driver, byte_count: int) -> int:
+        """As `driver.register` of it all. From here on the mapping stays until `unpin`, whoever forgets it.
+
+        Unmapped while it is pinned, its addresses would be others' soon, and copies of theirs would go to its pages.
+        """
+        words = driver.register(self.address, byte_count)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.segment))
+        return words
+
+    def unpin(self, driver: Driver) -> None:
+        """No stream may use it any more. Once."""
+        driver.release(self.address)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.segment))
 
     def words(self, line_bytes: int, count: int) -> "HostWords":
         return HostWords(memoryview(self.segment)[: count * line_bytes].cast("I"), line_bytes // 4)

@@ -86,7 +86,7 @@ class HostRing:
 
     def close(self) -> None:
         """No stream may use it any more. The mapping itself ends with the process."""
-        self.driver.release(self.memory.address)
+        self.memory.unpin(self.driver)
 
 
 def ring_bytes(shape: RingShape) -> int:
@@ -101,7 +101,7 @@ def placed(memory: Mapped, shape: RingShape, words: int) -> RingPlace:
 
 def pinned_ring(memory: Mapped, shape: RingShape, driver: Driver) -> HostRing:
     """Raises RuntimeError where the driver does not pin it."""
-    place = placed(memory, shape, driver.register(memory.address, ring_bytes(shape)))
+    place = placed(memory, shape, memory.pin(driver, ring_bytes(shape)))
     return HostRing(place, memory.words(LINE_BYTES, shape.word_lines), memory, driver, shape.slots)
 
 

@@ -41,7 +41,7 @@ class CheckMemory:
         segment = mmap.mmap(-1, PAGE_BYTES)
         self.mapped = Mapped(segment, addressof(c_char.from_buffer(segment)))
         self.words: HostWords = self.mapped.words(LINE_BYTES, 4)
-        self._driver, self._address = driver, driver.register(self.mapped.address, PAGE_BYTES)
+        self._driver, self._address = driver, self.mapped.pin(driver, PAGE_BYTES)
 
     def word(self, number: int) -> int:
         """Its address for queues."""
@@ -52,7 +52,7 @@ class CheckMemory:
         return self.mapped.address + PAGE_BYTES // 2
 
     def close(self) -> None:
-        self._driver.release(self.mapped.address)
+        self.mapped.unpin(self._driver)
 
 
 def usable_driver(device: torch.device) -> DriverWords:
