@@ -39,6 +39,7 @@ WELCOME_TIMEOUT_SECONDS = 60.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 ONEDNN_KEPT_SHAPES = "128"
+BARRIER_SPINS = "3000"  # some 0.1 ms; GNU OpenMP's own are 300,000
 
 MainLoop: TypeAlias = Callable[[WorkerChannel, int, int, str, Progress, str], None]
 
@@ -213,6 +214,9 @@ def _set_threads(threads: int | None) -> None:
             os.environ[name] = str(threads)
     # oneDNN keeps a compiled product (about 0.6 MiB) for every shape it has met: 1,024 of them by default.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KEPT_SHAPES)
+    # Threads that wait for one whose core has other work burn the time it needs: a step of 300 products takes seconds.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", BARRIER_SPINS)
 
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:

@@ -14,6 +14,7 @@ from gearshift.proto.codec import PROTOCOL_VERSION
 from gearshift.proto.commands import ReportMemory, Shutdown, Welcome
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import Heartbeat, Hello, MemoryReported, WorkerFailed
+from gearshift.worker.__main__ import BARRIER_SPINS, _set_threads
 
 WORKER = (sys.executable, "-P", "-m", "gearshift.tests.helpers.fake_worker")
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
@@ -63,6 +64,21 @@ def test_a_worker_says_hello_works_and_ends_when_told(coordinator: CoordinatorCh
         assert report.planned_bytes == 3  # what the fake saw as OMP_NUM_THREADS
         coordinator.send(Rank(1), Shutdown())
         assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, BARRIER_SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    ids=["nothing", "a number of its own", "a policy of its own"],
+)
+def test_threads_spin_shortly_at_a_barrier_unless_the_environment_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    _set_threads(2)
+    assert environment.get("GOMP_SPINCOUNT") == spins
+    assert environment["OMP_NUM_THREADS"] == "2"
 
 
 def test_heartbeats_carry_the_loops_progress(coordinator: CoordinatorChannel) -> None:
