@@ -119,8 +119,9 @@ def difference(
     Tokens count up to the first that differs: what follows answers another text. An answer that ended before, as its
     logits were no numbers, differs there.
     """
-    wanted, found = _log_softmax(usual), _log_softmax(rows)
-    divergence = np.median((np.exp(wanted) * (wanted - found)).sum(axis=-1))
+    with np.errstate(invalid="ignore"):  # of infinities no number comes, which agrees with nothing
+        wanted, found = _log_softmax(usual), _log_softmax(rows)
+        divergence = np.median((np.exp(wanted) * (wanted - found)).sum(axis=-1))
     # Parted: the row's choice is no near-tie in the other's eyes.
     lost = usual.max(axis=-1) - np.take_along_axis(usual, rows.argmax(axis=-1)[:, None], axis=-1)[:, 0]
     parted_rows = 1 - np.mean(lost <= tie)

@@ -47,7 +47,8 @@ def test_rounding_and_a_row_that_it_decides_are_no_difference() -> None:
 
 
 def test_rows_that_say_something_else_are_a_difference() -> None:
-    for rows in (np.roll(usual_rows(), 3, axis=1), np.full((COMPARED_ROWS, 50), np.nan)):
+    no_numbers = [np.full((COMPARED_ROWS, 50), value) for value in (np.nan, np.inf, -np.inf)]
+    for rows in (np.roll(usual_rows(), 3, axis=1), *no_numbers):
         assert against(rows).damaged
         assert not against(rows).agrees
     flat = against(usual_rows() * 0.7)
