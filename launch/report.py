@@ -184,12 +184,14 @@ def memory_table(
 ) -> "Table":
     """Per rank: its layers, how long it computed and waited in the prompt, and its memory in MiB.
 
+    Weights and KV as planned and at their peak; the process holds more than these.
+
     On cards, with `uses`, also all that it was planned to hold of the card and what the driver says it does.
     """
     from rich.table import Table
 
     table = Table("rank", "layers")
-    for column in ("computing, s", "waiting, s", "planned, MiB", "peak, MiB", "of the process, MiB"):
+    for column in ("computing, s", "waiting, s", "weights + KV, MiB", "their peak, MiB", "of the process, MiB"):
         table.add_column(column, justify="right")
     on_cards = any(report.device_free_bytes for report in memory) and bool(uses)
     for column in ("card planned, MiB", "card holds, MiB") if on_cards else ():

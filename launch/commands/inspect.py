@@ -147,7 +147,7 @@ def _show(facts: dict[str, Any], workers: int, list_tensors: bool) -> None:
         console.print(Text(f"{file['path']}  {file['bytes']:,} bytes"))
     metadata = Table("key", "value", title="metadata", title_justify="left")
     for key, value in facts["metadata"].items():
-        metadata.add_row(Text(key), Text(str(value)))
+        metadata.add_row(Text(key), Text(_told_value(value)))
     console.print(metadata)
     types = Table("type", "tensors", "bytes", title="tensor types", title_justify="left")
     for name, entry in facts["tensor_types"].items():
@@ -162,6 +162,17 @@ def _show(facts: dict[str, Any], workers: int, list_tensors: bool) -> None:
         console.print(listing)
     if facts["parts"]:
         console.print(_parts_table(facts["parts"], workers))
+
+
+def _told_value(value: Any) -> str:
+    """A shortened metadata value for a person."""
+    match value:
+        case {"length": int(length), "first": list(first)}:
+            return f"{length:,} values: {', '.join(map(str, first))}, ..."
+        case list():
+            return ", ".join(map(str, value))
+        case _:
+            return str(value)
 
 
 def _parts_table(parts: list[dict[str, Any]], workers: int) -> "Table":

@@ -136,6 +136,15 @@ def test_inspect_tells_what_each_worker_would_hold(
     assert sum(entry["tensors"] for entry in facts["tensor_types"].values()) == len(facts["tensors"])
 
 
+def test_inspect_shows_a_person_arrays_by_length_and_first_elements(
+    smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["inspect", str(smollm2_path)]) == 0
+    told = capsys.readouterr().out
+    assert "49,152 values: <|endoftext|>, <|im_start|>" in told
+    assert "'first'" not in told
+
+
 def test_tokenize_prints_ids(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["tokenize", str(smollm2_path), "-p", "Hello, world <|im_start|>", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ids": [19556, 28, 905, 216, 1]}

@@ -153,5 +153,6 @@ def test_on_cards_the_whole_of_a_devices_memory_is_told_beside_what_was_planned(
     assert told == [(300, 310), (400, 390)]
     on_cards = [replace(report, device_free_bytes=1) for report in MEMORY]
     columns = [column.header for column in memory_table(PLACEMENT, on_cards, result(None), uses).columns]
+    assert columns[4:7] == ["weights + KV, MiB", "their peak, MiB", "of the process, MiB"]
     assert columns[-2:] == ["card planned, MiB", "card holds, MiB"]
     assert len(memory_table(PLACEMENT, MEMORY, result(None), uses).columns) == len(columns) - 2
