@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isinf
 from pathlib import Path
@@ -32,15 +33,19 @@ class CostFile:
 def write_costs(path: Path, costs: Costs, facts: Mapping[str, object]) -> None:
     """Write them, whole or not at all: a file of that name stays as it was until the new one is complete.
 
-    Raises `InputError` where it cannot be written.
+    Of a link, where it leads. Raises `InputError` where it cannot be written, and for a device or a pipe.
     """
+    path = Path(os.path.realpath(path))
     text = json.dumps({"gearshift_costs": FORMAT, "facts": facts, "costs": costs_to_json(costs)}, indent=1) + "\n"
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot write {path}: no plain file")  # another file would come into its place
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 

@@ -90,6 +90,6 @@ def calibrate(
 def _checked_target(out: str) -> Path:
     """The path, refused before any work where nothing could be written there."""
     target = Path(out)
-    if target.is_dir() or not target.parent.is_dir():
+    if (target.exists() and not target.is_file()) or not target.parent.is_dir():
         raise InputError(f"--out {out} cannot be written: not a file in a folder that exists")
     return target

@@ -205,11 +205,13 @@ def is_better_kept(path: Path, off: float) -> bool:
 
     Of learnt costs no fit is known: they held in real work.
     """
-    if off <= MOST_OFF_FIT or not path.exists():
+    if off <= MOST_OFF_FIT:
         return False
     try:
+        if not path.exists():
+            return False
         kept = read_cost_file(path).facts.get(WORST_FIT)
-    except InputError:
+    except (InputError, OSError):
         return False
     return not isinstance(kept, float) or kept <= off
 

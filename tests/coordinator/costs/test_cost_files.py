@@ -127,6 +127,20 @@ def test_a_file_without_costs_is_refused_by_name(tmp_path: Path, text: bytes, sa
     assert str(path) in str(caught.value)
 
 
+def test_costs_come_into_the_place_of_plain_files_alone(tmp_path: Path) -> None:
+    """As root a device would be replaced by a file: `--out /dev/null`."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("")
+    for name in ("pipe", ".", "file/below", "x" * 300, "nowhere/costs.json"):
+        with pytest.raises(InputError, match="cannot write"):
+            write_costs(tmp_path / name, COSTS, {})
+    (tmp_path / "link").symlink_to("file")
+    write_costs(tmp_path / "link", COSTS, {})
+    assert (tmp_path / "link").is_symlink()
+    assert read_costs(tmp_path / "file") == COSTS
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+
+
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*nothing.json: No such file"):
         read_costs(tmp_path / "nothing.json")
