@@ -28,6 +28,7 @@ from gearshift.benchmarks.kernel_cases import (
     randn,
     some_planes,
 )
+from gearshift.proto.device_sizes import BEST_BLOCK
 from gearshift.proto.ids import KvType, RequestId
 from gearshift.proto.kv import row_bytes
 from gearshift.proto.model import Activation, RopeKind
@@ -279,7 +280,7 @@ def choosing(batch: int, vocab: int) -> tuple[Tensor, StepState, Callable[[], No
     numbers = torch.zeros(3, batch, dtype=torch.int32, device=DEVICE)
     ids = torch.zeros(CHOICES + 4, batch, dtype=torch.int32, device=DEVICE)
     logprobs = torch.zeros(CHOICES + 4, batch, device=DEVICE)
-    best = torch.zeros(batch, triton.cdiv(vocab, step_ops.BEST_BLOCK), 4, device=DEVICE)
+    best = torch.zeros(batch, triton.cdiv(vocab, BEST_BLOCK), 4, device=DEVICE)
 
     def again() -> None:
         numbers.zero_()

@@ -22,12 +22,12 @@ from ..proto.commands import (
     ReportMemory,
     RunTick,
 )
+from ..proto.device_sizes import DRAW_KEYS
 from ..proto.ids import Layout, Rank
 from ..proto.reports import AnyReport, MemoryReported, SpanKind, TickFinished, WeightsMigrated
 from .costs import CostMeter
 from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
-from .kernels.exchange import DRAW_KEYS
 from .kv import KvStore
 from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, return_unused
 from .model.decoder import Decoder

@@ -9,6 +9,21 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from ..device_sizes import (
+    BEST_BLOCK,
+    DRAW_KEYS,
+    EXPANDED_BYTES,
+    FLAG_WORDS,
+    KEPT_MASKS,
+    MOST_ROWS,
+    MOST_SCORES,
+    MOST_STEPS,
+    SPAN,
+    SPLITS,
+    STEP_BATCHES,
+    draw_group,
+    splits_for,
+)
 from ..ids import KvType, Layout
 from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks
 from ..model import LayerSpec, ModelSpec
@@ -20,19 +35,9 @@ from .slices import layer_slice
 Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
 
 MEBIBYTE = 1 << 20
-EXPANDED_BYTES = 128 * MEBIBYTE  # most of the workspace that matrices are expanded into (kernels/quant_matrix.py)
 FUSED_WIDTHS = (32, 64, 128, 256)  # of heads, for the kernels between the products
-FUSED_ROWS = 16  # passes of so few rows multiply quantised matrices in place: nothing is expanded
-MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group (kernels/attention.py)
-KEPT_MASKS = 4
-BUCKETS = (1, 2, 4, 8, 16)  # batches of captured decode steps (model/step_parts.py)
 USUAL_BATCH = 8  # requests that decode together, at most: steps of more are captured when they come
-BUCKET_STEPS = 64
-DRAW_KEYS = 64  # greatest logits of a row that a sampled choice is made among (kernels/exchange.py)
-DRAW_BLOCK, WIDE_VOCAB = 2048, 1 << 17
 LAUNCHES_A_PART = 9  # of a layer in a step
-ATTENTION_SPLITS = 64  # half as many up to DEEP_CONTEXT tokens
-DEEP_CONTEXT = 8192
 SMALL_CHUNK_BUCKETS = (64, 128)
 CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
@@ -41,9 +46,6 @@ LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts th
 # The code of the libraries for products and attention, 75 MiB on an H200, and the first one's workspace, 32 there.
 LIBRARY_BYTES = 107 * MEBIBYTE
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
-SPAN_COLUMNS = 256  # of activations with one scale, in a batch
-INBOX_ROWS = 16
-INBOX_FLAG_WORDS = 32
 
 
 class Working(Struct, frozen=True):
@@ -117,7 +119,7 @@ def _pass_bytes(
 ) -> int:
     """Peak of one pass of T rows through the layers a rank runs: the widest half block, and what goes through all."""
     fused = case.on_gpu and _fused(spec)  # once: it looks at every layer
-    if fused and rows > FUSED_ROWS:
+    if fused and rows > MOST_ROWS:
         return _gpu_chunk_bytes(spec, placement, rank, case, layout, rows)
     widest = 0
     for layer, parts in _parts_run(placement, rank, layout):
@@ -277,7 +279,7 @@ def _standing_bytes(
         total += edges * 2 * case.chunk_rows * spec.hidden * 4  # two buffers each
     if case.on_gpu:
         total += LIBRARY_BYTES + FRAGMENTS_BYTES
-        if case.chunk_rows > FUSED_ROWS:
+        if case.chunk_rows > MOST_ROWS:
             total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
             if _fused(spec):
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
@@ -317,10 +319,10 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     )
     forward = max(len(part.feed_forward) for part in parts)
     heads = max(len(part.query) for part in parts)
-    splits = heads * ATTENTION_SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
+    splits = heads * 2 * SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
     table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
     floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
-    row = 4 * floats + 2 * query + splits + table + 2 * BUCKET_STEPS * 4 + _draw_bytes(placement, rank)
+    row = 4 * floats + 2 * query + splits + table + 2 * MOST_STEPS * 4 + _draw_bytes(placement, rank)
     sizes = _captured_batches(case)
     held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
     quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, held, forward))
@@ -331,10 +333,10 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
 def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
     """The same of decode steps through the stages: buffers of all parts, which run side by side."""
     sizes, stage = _captured_batches(case), placement.stages[rank]
-    splits = ATTENTION_SPLITS // (2 if case.context_tokens <= DEEP_CONTEXT else 1)
+    splits = splits_for(case.context_tokens)
     table = block_count(case.context_tokens) + 1
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
-    row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * BUCKET_STEPS * 4
+    row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * MOST_STEPS * 4
     row += _draw_bytes(placement, rank)
     quantised, launches = [spec.hidden], len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
     for part in range(placement.ranks if len(stage) else 0):
@@ -363,25 +365,25 @@ def _held_columns(spec: ModelSpec, placement: Placement, layer: int, part: int) 
 def _draw_bytes(placement: Placement, rank: int) -> int:
     """A row's room for sampled choices."""
     vocab = len(placement.vocab[rank])
-    group = 32 if vocab <= WIDE_VOCAB else 64
-    groups = -(-vocab // DRAW_BLOCK) * (DRAW_BLOCK // group)
+    group = draw_group(vocab)
+    groups = -(-vocab // BEST_BLOCK) * (BEST_BLOCK // group)
     keys = groups + DRAW_KEYS * (group + 2 * placement.ranks + 2)
-    return 8 * (keys + 4 + BUCKET_STEPS + 1) + 4 * (vocab + 3)
+    return 8 * (keys + 4 + MOST_STEPS + 1) + 4 * (vocab + 3)
 
 
 def _quantised_bytes(rows: int, columns: int) -> int:
     """Activations in int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
     if rows == 1:
         return columns * 3 // 2
-    return -(-columns // SPAN_COLUMNS) * (INBOX_ROWS * (SPAN_COLUMNS + 4 + 2 * SPAN_COLUMNS // 16))
+    return -(-columns // SPAN) * (MOST_ROWS * (SPAN + 4 + 2 * SPAN // 16))
 
 
 def _captured_batches(case: WorkingCase) -> list[int]:
     """Batch sizes that steps are captured for."""
-    return [size for index, size in enumerate(BUCKETS) if index == 0 or BUCKETS[index - 1] < case.batch]
+    return [size for index, size in enumerate(STEP_BATCHES) if index == 0 or STEP_BATCHES[index - 1] < case.batch]
 
 
 def _inbox_bytes(spec: ModelSpec, placement: Placement) -> int:
     """What other ranks write their sums and choices into."""
-    words = 2 * 2 * spec.hidden + 2 * 4 + INBOX_FLAG_WORDS + 2 * 4 * DRAW_KEYS
-    return 4 * placement.ranks * INBOX_ROWS * words
+    words = 2 * 2 * spec.hidden + 2 * 4 + FLAG_WORDS + 2 * 4 * DRAW_KEYS
+    return 4 * placement.ranks * MOST_ROWS * words

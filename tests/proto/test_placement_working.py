@@ -3,11 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
+from gearshift.proto.device_sizes import EXPANDED_BYTES
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
-from gearshift.proto.placement.working import EXPANDED_BYTES, Working, WorkingCase, working
+from gearshift.proto.placement.working import Working, WorkingCase, working
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 SPEC = model_spec([layer_spec(16, 4, 2048, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from gearshift.proto.device_sizes import MOST_ROWS, SPAN
 from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import batch_source, quant_ops
-from gearshift.worker.kernels.exchange import MOST_ROWS
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
@@ -95,7 +95,7 @@ def product(
 def check(
     name: str, rows: int, columns: int, batch: int, tile: tuple[int, int, int], blocks: int, folder: str, card: int
 ) -> float:
-    form, whole = FORMATS[name], columns % batch_source.SPAN == 0
+    form, whole = FORMATS[name], columns % SPAN == 0
     library = compiled(batch_source.source(form, tile, -(-batch // 8), whole), folder, card)
     planes = from_gguf(name, torch.from_numpy(random_rows(name, rows, columns, rows + batch)))
     used = quant_ops.quantize(100 * torch.randn(batch, columns + 320))  # what lies beyond must not matter

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gearshift.proto.device_sizes import BEST_BLOCK
 from gearshift.proto.ids import RequestId
 from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
@@ -119,7 +120,7 @@ class Ranks:
         kept = [tensor.clone() for tensor in changed]
         exchange.failed.fill_(0 if waits else 1)
         state = StepState(*numbers, results[0], results[1].view(torch.float32))
-        best = torch.zeros(len(own), -(-own.shape[1] // step_ops.BEST_BLOCK), 4, device=DEVICE)
+        best = torch.zeros(len(own), -(-own.shape[1] // BEST_BLOCK), 4, device=DEVICE)
         draw_ops.draw(own, self.cuts[rank], self.scale, best, self.buffers[rank], state, exchange, self.penalised)
         if not waits:
             for tensor, before in zip(changed, kept, strict=True):
@@ -254,7 +255,7 @@ def check_greedy_alike(vocab: int) -> dict[str, float]:
     ids, logprobs = group.choose(logits)
     numbers, results = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 1, 1, device=DEVICE)
     state = StepState(*numbers, results[0].view(torch.int32), results[1])
-    best = torch.zeros(1, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
+    best = torch.zeros(1, -(-vocab // BEST_BLOCK), 4, device=DEVICE)
     step_ops.choose(logits[:1].contiguous(), 0, 1.0, best, state, Exchange.alone(DEVICE, WIDTH))
     same = ids[0] == int(numbers[0, 0]) and logprobs[0] == results[1].item()
     return {"greedy among sampled": 0.0 if same else 1.0}

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
+from gearshift.proto import device_sizes
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement import working
@@ -121,7 +122,7 @@ def check_stages(
     # Another batch size: another product, whose int8 may have scales of other widths.
     yield f"{name}: a request alone", relative_error(alone, found[0][:1]), 3e-2
     case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
-    working.LAUNCH_BYTES, working.ATTENTION_SPLITS = 0, 2 * step_parts.SPLITS
+    working.LAUNCH_BYTES = 0
     for stage in stages:
         planned = working._layer_step_bytes(spec, placement, stage.rank, case)
         yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
@@ -311,7 +312,7 @@ def main() -> int:
     torch.manual_seed(0)
     device_load.Uploader = Upload  # type: ignore[assignment, misc]
     quant_ops.multiply = plain_product  # type: ignore[assignment]
-    step_parts.SPLITS = 2
+    device_sizes.SPLITS = 2
     draw_ops.MINE, draw_ops.CHUNK = 512, 2048  # the interpreter's time goes by programs
     bad = 0
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():

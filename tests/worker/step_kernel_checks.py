@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.nn.functional as functional
 
+from gearshift.proto.device_sizes import BEST_BLOCK
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error, worst
 from gearshift.tests.worker.test_quant_planes import random_rows
@@ -308,7 +309,7 @@ def check_choice(rows: int, vocab: int) -> dict[str, float]:
         torch.zeros(5, rows, device=DEVICE),
     )
     state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
-    best = torch.zeros(rows, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
+    best = torch.zeros(rows, -(-vocab // BEST_BLOCK), 4, device=DEVICE)
     step_ops.choose(logits, 1000, 1.0, best, state, Exchange.alone(DEVICE, 32))
     wanted = logits.argmax(-1)
     right = (
@@ -330,7 +331,7 @@ def check_choice_among_no_numbers(vocab: int) -> dict[str, float]:
     numbers = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
     ids, logprobs = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
     state = StepState(numbers[0], numbers[1], numbers[2], ids, logprobs)
-    best = torch.zeros(2, -(-vocab // step_ops.BEST_BLOCK), 4, device=DEVICE)
+    best = torch.zeros(2, -(-vocab // BEST_BLOCK), 4, device=DEVICE)
     step_ops.choose(logits, 1000, 1.0, best, state, Exchange.alone(DEVICE, 32))
     right = int(numbers[0, 0]) == 1000 + int(logits[0].argmax()) and bool(logprobs[0, 0].isfinite())
     nothing = int(numbers[0, 1]) == 0 and bool(logprobs[0, 1].isnan())

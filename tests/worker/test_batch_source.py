@@ -2,7 +2,8 @@
 
 import pytest
 
-from gearshift.worker.kernels.batch_source import SPAN, shared_bytes, warps_of
+from gearshift.proto.device_sizes import SPAN
+from gearshift.worker.kernels.batch_source import shared_bytes, warps_of
 
 
 @pytest.mark.parametrize("most", [1, 4, 8, 16])

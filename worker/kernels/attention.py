@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ...proto.device_sizes import KEPT_MASKS, MOST_SCORES
 from .cards import is_older
 from .matrix import fast_linear, has_fast_linear
 
-MOST_SCORES = 1 << 24  # of one KV head's group at a time: 64 MiB in f32
 FEWEST_FAST_ROWS = 32  # below, a product of its own for every shape costs more than it saves
 
 
@@ -130,7 +130,7 @@ def _many_rows_fast(
     return attended_TQV
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=KEPT_MASKS)
 def causal_mask(rows: int, length: int, sliding_window: int, device: torch.device) -> Tensor:
     """bool [rows, length]: True where row t (at position length - rows + t) may look. The same for every layer."""
     position = torch.arange(length - rows, length, device=device)[:, None]

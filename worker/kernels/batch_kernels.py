@@ -11,11 +11,10 @@ from typing import Protocol
 
 import torch
 
+from ...proto.device_sizes import MOST_ROWS, SPAN
 from ...proto.user_cache import cache_folder
 from . import batch_source
-from .batch_source import SPAN
 from .cuda_source import Compiler, CudaKernel
-from .exchange import MOST_ROWS
 from .kept_images import KeptImages, image_key
 from .quant_planes import FORMATS, PlaneFormat
 

@@ -14,10 +14,8 @@ which column is free as long as weights and activations agree; here a thread tak
 four where scales span 16 columns).
 '''
 
-from .exchange import MOST_ROWS
+from ...proto.device_sizes import MOST_ROWS, SPAN
 from .quant_planes import PlaneFormat
-
-SPAN = 256  # columns with one scale of activations
 
 SOURCE = r"""
 // Integer sums that start at 0x4B400000 are, read as a float, 12582912 + sum: that saves the slow conversion.

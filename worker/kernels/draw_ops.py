@@ -8,19 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ...proto.device_sizes import BEST_BLOCK, DRAW_KEYS, MOST_ROWS, draw_group
 from ..penalties import DevicePenalties
 from .draw_triton import draw_token, gather_greatest_groups, greatest_of_groups, penalise, sort_greatest
-from .exchange import DRAW_KEYS, MOST_ROWS, Exchange
-from .step_ops import BEST_BLOCK, StepState
+from .exchange import Exchange
+from .step_ops import StepState
 
-WIDE_VOCAB = 1 << 17  # ids of a rank beyond which groups are larger, so that there are about as many as members of K
 MINE, CHUNK = 16, 256  # keys of a program, and those that they are compared with at a time
 CHAIN_LINES = 4  # of a table, before the uniform numbers
-
-
-def group_size(vocab: int) -> int:
-    """Logits whose greatest stands for all."""
-    return 32 if vocab <= WIDE_VOCAB else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class DrawBuffers:
         def keys(*shape: int) -> Tensor:
             return torch.zeros((size, *shape), dtype=torch.int64, device=device)
 
-        group = group_size(vocab)
+        group = draw_group(vocab)
         groups = triton.cdiv(vocab, BEST_BLOCK) * (BEST_BLOCK // group)
         table = torch.zeros((CHAIN_LINES + steps, size), dtype=torch.float64, device=device)
         pinned = device.type == "cuda"
@@ -90,7 +85,7 @@ def draw(
     The last rank draws, and tells the others. `penalised`: some rows' logits are changed by penalties first.
     """
     rows, vocab = logits.shape
-    blocks, group = best.shape[1], group_size(vocab)
+    blocks, group = best.shape[1], draw_group(vocab)
     groups, candidates = blocks * (BEST_BLOCK // group), DRAW_KEYS * group
     keyed, keyed_scale = logits, scale
     if penalised:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_ROWS = 16  # of a decode step
-FLAG_WORDS = 32
-DRAW_KEYS = 64  # greatest logits of a rank and row, among which a sampled choice is made
+from ...proto.device_sizes import DRAW_KEYS, FLAG_WORDS, MOST_ROWS
+
 DRAW_WORDS = 4 * DRAW_KEYS  # of 8 bytes
 
 

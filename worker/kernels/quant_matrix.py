@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...proto.placement.working import EXPANDED_BYTES
+from ...proto.device_sizes import EXPANDED_BYTES
 from . import quant_ops
 from .exchange import Exchange
 from .half import gain_of, result_type

@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ...proto.device_sizes import MOST_ROWS, SPAN
 from . import batch_source
 from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
-from .batch_source import SPAN
-from .exchange import MOST_ROWS, Exchange
+from .exchange import Exchange
 from .quant_planes import Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 

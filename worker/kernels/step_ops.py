@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ...proto.device_sizes import BEST_BLOCK, MOST_ROWS, SPAN
 from ...proto.model import Activation, RopeKind
-from .batch_source import SPAN
 from .cards import SplitTile, is_older, split_tile
-from .exchange import MOST_ROWS, Exchange
+from .exchange import Exchange
 from .exchange_triton import sum_rows
 from .quant_ops import EMULATED, QuantizedRows
 from .step_triton import (
@@ -29,7 +29,6 @@ from .step_triton import (
 MERGED_TOGETHER = 32  # splits, in `attend_merge`: all that a context has that is not deep, which waits for memory once
 GROUPS_OF_SUM = 4  # of 32 columns, a program of `sum_rows`
 SUM_WARPS = 4  # so that a thread reads one word: with half as many, or twice, a sum takes far longer
-BEST_BLOCK = 2048  # logits a program of `best_of_block`
 # Not measured yet. With 4, each has 805 instructions for 64 tokens of q8_0, against 444 with 8.
 WARPS_OF_BLOCKS = 8
 

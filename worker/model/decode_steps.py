@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...proto.device_sizes import MOST_ROWS, MOST_STEPS, splits_for
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ..kernels import step_ops
@@ -25,8 +26,6 @@ from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
-    BUCKETS,
-    MOST_STEPS,
     BatchBuffers,
     PartRoom,
     StepResult,
@@ -35,7 +34,6 @@ from .step_parts import (
     head_fits,
     kept_up_to,
     part_fits,
-    splits_for,
 )
 from .steps import Choice, Draw
 
@@ -125,7 +123,7 @@ class DecodeSteps:
         return True
 
     def serves(self, states: Sequence[RequestState]) -> bool:
-        return len(states) <= BUCKETS[-1]
+        return len(states) <= MOST_ROWS
 
     def logits(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One step that feeds `tokens` at `positions`: this rank's columns of the logits, f32 [B, own vocab].

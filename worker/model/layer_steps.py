@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...proto.device_sizes import MOST_ROWS, splits_for
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ..kernels import step_ops
@@ -25,7 +26,6 @@ from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
-    BUCKETS,
     BatchBuffers,
     PartRoom,
     StepResult,
@@ -35,7 +35,6 @@ from .step_parts import (
     kept_up_to,
     matrices_of,
     part_fits,
-    splits_for,
 )
 from .steps import Choice, Draw, Work
 
@@ -127,7 +126,7 @@ class LayerSteps:
         return self._exchange is not None
 
     def serves(self, states: Sequence[RequestState]) -> bool:
-        return len(states) <= BUCKETS[-1]
+        return len(states) <= MOST_ROWS
 
     def logits(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One step that feeds `tokens` at `positions`: this rank's columns of the logits, f32 [B, own vocab].

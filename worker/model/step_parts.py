@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...proto.device_sizes import BEST_BLOCK, MOST_STEPS, STEP_BATCHES
 from ...proto.errors import WorkerLostError
 from ...proto.model import LayerSpec, ModelSpec
 from ..kernels import draw_ops, step_ops
@@ -22,11 +23,6 @@ from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .device_decoder import DeviceDecoder
 from .steps import Choice, Draw
-
-BUCKETS = (1, 2, 4, 8, 16)  # batch sizes: one is rounded up to the next
-MOST_STEPS = 64  # between two looks at the results
-SPLITS = 32  # of a request's cache among programs
-DEEP_CONTEXT = 8192  # tokens, beyond which there are twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ def matrices_of(part: PartWeights) -> list[AnyMatrix]:
 
 def bucket_size(count: int) -> int:
     """Of the buffers that so many requests use."""
-    return next(size for size in BUCKETS if size >= count)
+    return next(size for size in STEP_BATCHES if size >= count)
 
 
 Kept = TypeVar("Kept")
@@ -95,11 +91,6 @@ Kept = TypeVar("Kept")
 def kept_up_to(requests: int, buckets: dict[int, Kept]) -> dict[int, Kept]:
     """Those of batches of so many requests."""
     return {size: bucket for size, bucket in buckets.items() if size <= bucket_size(requests)}
-
-
-def splits_for(context_tokens: int) -> int:
-    """Fixed, so that results do not depend on how full a cache is."""
-    return SPLITS if context_tokens <= DEEP_CONTEXT else 2 * SPLITS
 
 
 class BatchBuffers:
@@ -118,7 +109,7 @@ class BatchBuffers:
         self.normed = QuantizedRows.empty(size, spec.hidden, device)
         self.angles = decoder.empty_angles(size)
         self.logits = torch.zeros((size, vocab), dtype=torch.float32, device=device)
-        best = (size, -(-vocab // step_ops.BEST_BLOCK), 4)
+        best = (size, -(-vocab // BEST_BLOCK), 4)
         self.best = torch.zeros(best, dtype=torch.float32, device=device)
         self.draws = DrawBuffers.empty(size, vocab, tables, MOST_STEPS, device)
 
