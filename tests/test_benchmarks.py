@@ -100,13 +100,13 @@ def test_a_record_names_the_machine_and_what_its_links_depend_on(monkeypatch: py
 
 def launched_kernels() -> set[str]:
     """By the sources alone: Triton is not there on every machine."""
-    worker = Path(__file__).parents[1] / "worker"
+    kernels = Path(__file__).parents[1] / "worker" / "kernels"
     jitted = {
         name
-        for file in (worker / "kernels").glob("*_triton.py")
+        for file in kernels.glob("*_triton.py")
         for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
     }
-    launching = "".join(file.read_text() for file in worker.rglob("*.py"))
+    launching = "".join(file.read_text() for file in kernels.glob("*_ops.py"))
     return {name for name in jitted if re.search(rf"\b{name}\[", launching)}
 
 
