@@ -1,7 +1,7 @@
 """`gearshift logits`: the logits of every position, for comparison with other programs and other layouts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from ..prompts import PromptTokens, prompt_tokens
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..settings.user_folders import current_settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 EXAMPLES = """\
 gearshift logits demo --tokens-file ids.json --prompt-length 37 --out logits.npy
@@ -62,8 +66,6 @@ def logits(
 ) -> None:
     """Write the logits of every position: the first K are read as a prompt, the rest fed one by one as an answer."""
     arguments = locals()
-    import numpy as np
-
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
     from ..start.session_setup import open_model, open_session, wish_context
@@ -91,10 +93,19 @@ def logits(
         )
     if result.warning is not None:
         warn(result.warning)
-    with target.open("wb") as file:  # np.save given a name would add .npy to one that ends otherwise
-        np.save(file, rows)
+    _write(target, rows)
     used = f"prompt in the {result.prefill.layout} layout, the rest in {result.decode.layout}"
     note(f"{target}: f32 {list(rows.shape)}, {used}")
+
+
+def _write(target: Path, rows: "npt.NDArray[np.float32]") -> None:
+    import numpy as np
+
+    try:
+        with target.open("wb") as file:  # np.save given a name would add .npy to one that ends otherwise
+            np.save(file, rows)
+    except OSError as error:
+        raise InputError(f"--out: cannot write {target}: {error.strerror or error}") from None
 
 
 def _checked_target(out: str) -> Path:

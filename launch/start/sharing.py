@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from ...proto.reports import Hello
 from ..console import note
 from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
+
+MAX_KEPT_BYTES = 1 << 20  # of a file of shares
 
 
 def settle_shares(
@@ -96,7 +99,10 @@ def _kept_at(hellos: Sequence[Hello], spec: ModelSpec, loading: DriverSettings) 
 def _read(path: Path, ranks: int, layers: int) -> ProbedShares | None:
     """What is kept there, None where nothing is that can be used."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=ProbedShares)
+        if not path.is_file():
+            return None  # a pipe would be waited for
+        with path.open("rb") as file:
+            found = msgspec.json.decode(file.read(MAX_KEPT_BYTES), type=ProbedShares)
     except (OSError, msgspec.MsgspecError):
         return None
     counts, parts = found.shares.layers, found.shares.parts
@@ -108,8 +114,14 @@ def _read(path: Path, ranks: int, layers: int) -> ProbedShares | None:
 
 
 def _keep(path: Path, found: ProbedShares) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(found))
+        try:
+            unfinished.write_bytes(msgspec.json.encode(found))
+            unfinished.replace(path)  # whole or not at all: other starts may read it now
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
     except OSError as error:
         note(f"measured shares are not kept: {path.parent}: {error.strerror or error}")

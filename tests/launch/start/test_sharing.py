@@ -1,5 +1,6 @@
 """Automatic shares as the settings take them: what was asked for stays, the rest is measured once and kept."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_kept_file_that_cannot_be_is_measured_anew(cache: Path, spoil: Callabl
     group = TimedGroup((1.0, 0.5))
     assert settle_shares(group, UNLIKE, SPEC, settings, SETTINGS) == first
     assert group.log != []
+
+
+def test_a_pipe_in_the_place_of_kept_shares_is_not_waited_for(cache: Path) -> None:
+    settings = group_settings(workers=2)
+    first = settle_shares(TimedGroup((1.0, 0.5)), UNLIKE, SPEC, settings, SETTINGS)
+    (path,) = cache.glob("shares-*.json")
+    path.unlink()
+    os.mkfifo(path)
+    assert settle_shares(TimedGroup((1.0, 0.5)), UNLIKE, SPEC, settings, SETTINGS) == first
+    assert path.is_file(), "measured anew, and kept"
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("other", [[hello(0), hello(1, pace="slowest")], [hello(0, "gpu"), hello(1)]])
