@@ -90,17 +90,23 @@ def check_layouts(driver: Driver, *, left_open: bool) -> None:
 
 
 def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
-    """With no request open. OTHERS, as far as there is room for them; empty where nothing can be compared."""
+    """With no request open. OTHERS, as far as there is room for them; empty where nothing can be compared.
+
+    Raises RequestFailedError where `USUAL` itself fails, or its logits are no numbers.
+    """
     if driver.settings.context_tokens < PROMPT_TOKENS + STEPS:
         return ()
-    room = journeys(driver.placement.ranks, None, None, driver.settings.journeys)
-    others = [journey for journey in OTHERS if journey in room]
-    if USUAL not in room or not others:
+    possible = journeys(driver.placement.ranks, None, None, driver.settings.journeys)
+    others = [journey for journey in OTHERS if journey in possible]
+    if USUAL not in possible or not others:
         return ()
     prompt = np.random.default_rng(0).integers(0, driver.spec.vocab, PROMPT_TOKENS).tolist()
     written = {journey: _greedy(driver, prompt, journey) for journey in (USUAL, *others)}
     ids = [*prompt, *written[USUAL]]
     usual = _rows(driver, ids, USUAL)
+    if not np.isfinite(usual.max(axis=-1)).all():  # nothing to hold others against: it is the model, or its type
+        room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
+        raise RequestFailedError(f"the logits of layer->layer are not numbers{room}")
     read, _ = collect_logits(driver, ids, len(ids), Layout.LAYER, Layout.LAYER, Fixed((len(ids),)))
     as_prompt = difference(AS_PROMPT, usual[-STEPS:], read[-STEPS:], tie=STEP_TIE)
     as_prompt = replace(as_prompt, limit=MOST_STEP_DIVERGENCE)

@@ -105,6 +105,18 @@ def test_a_context_without_room_for_them_and_requests_that_fail_end_no_start(
     assert capsys.readouterr().err == ""
 
 
+def test_a_model_without_numbers_is_told_as_such_and_no_card_is_blamed(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_numbers = np.full((COMPARED_ROWS, 50), np.nan, np.float32)
+    monkeypatch.setattr(layout_check, "_rows", lambda *_: no_numbers)
+    check_layouts(driver, left_open=True)
+    told = capsys.readouterr().err
+    assert "could not be compared: the logits of layer->layer are not numbers" in told
+    assert "doctor" not in told
+    assert driver.settings.journeys is None
+
+
 def test_where_they_differ_the_layer_layout_alone_is_used(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
