@@ -2,7 +2,7 @@
 
 from collections import deque
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -134,50 +134,36 @@ class StagingBuffer:
         return self._bytes[:count]
 
 
-class Outgoing:
-    """The edge to the next rank: small messages by mailbox where there is one, large ones by staged copies where they
-    are faster, the others by torch.distributed.
+Way = TypeVar("Way")
+
+
+class EdgeEnd(Generic[Way]):
+    """One end of an edge: small messages by mailbox where there is one, large ones by staged copies where they are
+    faster, the others by torch.distributed. Both ends choose by the message's size, so they choose alike.
     """
 
-    def __init__(self, wire: DistributedSender, mailbox: MailboxSender | None) -> None:
-        self.wire = wire
-        self.mailbox = mailbox
-        self._staged: StagedSender | None = None
+    def __init__(self, wire: Way, mailbox: Way | None) -> None:
+        self._wire, self._mailbox = wire, mailbox
+        self._staged: Way | None = None
         self._least_staged_bytes = 0
 
-    def stage(self, sender: StagedSender, least_bytes: int) -> None:
+    def stage(self, staged: Way, least_bytes: int) -> None:
         """From now on, on both ends, messages of `least_bytes` and more go this way."""
-        self._staged, self._least_staged_bytes = sender, least_bytes
+        self._staged, self._least_staged_bytes = staged, least_bytes
 
-    def way(self, payload_bytes: int) -> Sender:
+    def way(self, payload_bytes: int) -> Way:
         if self._staged is not None and payload_bytes >= self._least_staged_bytes:
             return self._staged
-        return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
+        if self._mailbox is not None and payload_bytes <= BUFFER_BYTES:
+            return self._mailbox
+        return self._wire
 
-    def ways(self) -> list[Sender]:
-        return [way for way in (self.wire, self.mailbox, self._staged) if way is not None]
+    def ways(self) -> list[Way]:
+        return [way for way in (self._wire, self._mailbox, self._staged) if way is not None]
 
 
-class Incoming:
-    """The edge from the rank before; both ends choose the way by the message's size, so they choose alike."""
-
-    def __init__(self, wire: DistributedReceiver, mailbox: MailboxReceiver | None) -> None:
-        self.wire = wire
-        self.mailbox = mailbox
-        self._staged: StagedReceiver | None = None
-        self._least_staged_bytes = 0
-
-    def stage(self, receiver: StagedReceiver, least_bytes: int) -> None:
-        """From now on, on both ends, messages of `least_bytes` and more come this way."""
-        self._staged, self._least_staged_bytes = receiver, least_bytes
-
-    def way(self, payload_bytes: int) -> Receiver:
-        if self._staged is not None and payload_bytes >= self._least_staged_bytes:
-            return self._staged
-        return self.mailbox if self.mailbox and payload_bytes <= BUFFER_BYTES else self.wire
-
-    def ways(self) -> list[Receiver]:
-        return [way for way in (self.wire, self.mailbox, self._staged) if way is not None]
+Outgoing = EdgeEnd[Sender]  # to the next rank
+Incoming = EdgeEnd[Receiver]  # from the rank before
 
 
 class PipelineEdges:
