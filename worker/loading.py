@@ -1,6 +1,7 @@
 """From `LoadModel` to a `LoadedModel`: this rank's parts, its KV arena, and what computes with them."""
 
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,10 +25,12 @@ from .loaded_model import LoadedModel
 from .memory import MemoryLedger, usable_bytes
 from .model.decoder import Decoder
 from .model.slowed_decoder import SlowedDecoder
+from .model.steps import Embed, StageSteps, Steps
 from .moves import Lane
 from .requests import OpenRequests
 from .sampling import Sampler
 from .shift import Shifter
+from .weights.layer import Weights
 from .weights.load import WeightLoader
 from .weights.mapped_file import MappedModel
 from .weights.moving import MovingParts
@@ -74,23 +77,7 @@ def load_model(
     attention_dtype = torch.float32 if device.type == "cpu" else dtype
     kv = KvStore(spec, placement, rank, kv_format, command.kv_slots[rank], attention_dtype, device, ledger)
     requests = OpenRequests(placement, rank, device, command.kv_slots[rank])
-    stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
-    steps, layer_steps, embed = None, None, None
-    if holding is memory.Holding.PLANES:
-        from .device_model import device_parts  # late: its kernels need a GPU's compiler
-
-        parts = device_parts(
-            spec, placement, rank, loader, weights, kv, stage_of_layer, dtype, device, links,
-            command.context_tokens, command.max_chunk_tokens,
-        )  # fmt: skip
-        decoder: Decoder = parts.decoder
-        steps, layer_steps, embed = parts.steps, parts.layer_steps, parts.decoder.embed
-    elif faults.slowness > 1.0:
-        decoder = SlowedDecoder(
-            spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, faults.slowness
-        )
-    else:
-        decoder = Decoder(spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
+    parts = _computing(command, rank, links, device, faults, loader, weights, kv, dtype, holding)
     sampler = Sampler(spec.vocab, compute_type=compute_type) if rank == placement.ranks - 1 else None
     channel.send(
         ModelLoaded(
@@ -99,17 +86,46 @@ def load_model(
         )
     )
     return LoadedModel(
-        load=command, rank=rank, files=files, kv=kv, decoder=decoder,
+        load=command, rank=rank, files=files, kv=kv, decoder=parts.decoder,
         engine=Engine(
-            spec, placement, rank, files, decoder, links, requests, sampler, device, steps, embed, layer_steps,
-            compute_type,
+            spec, placement, rank, files, parts.decoder, links, requests, sampler, device, parts.steps, parts.embed,
+            parts.layer_steps, compute_type,
         ),
         shifter=Shifter(placement, rank, kv, links, requests, faults),
         moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device), Lane(device)),
         requests=requests, sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
-        costs=CostMeter(spec, placement, rank, decoder, kv, links, sampler, steps, layer_steps),
+        costs=CostMeter(spec, placement, rank, parts.decoder, kv, links, sampler, parts.steps, parts.layer_steps),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """What runs the layers; all but the decoder are a device's own ways, None without them."""
+
+    decoder: Decoder
+    steps: Steps | None = None
+    layer_steps: StageSteps | None = None
+    embed: Embed | None = None
+
+
+def _computing(
+    command: LoadModel, rank: Rank, links: Links, device: torch.device, faults: FaultHooks, loader: WeightLoader,
+    weights: Weights, kv: KvStore, dtype: torch.dtype, holding: memory.Holding,
+) -> _Computing:  # fmt: skip
+    """Collective on GPUs: all ranks make theirs together."""
+    spec, placement = command.spec, command.placement
+    stage_of_layer = [placement.stage_of(layer) for layer in range(len(spec.layers))]
+    if holding is memory.Holding.PLANES:
+        from .device_model import device_parts  # late: its kernels need a GPU's compiler
+
+        parts = device_parts(
+            spec, placement, rank, loader, weights, kv, stage_of_layer, dtype, device, links,
+            command.context_tokens, command.max_chunk_tokens,
+        )  # fmt: skip
+        return _Computing(parts.decoder, parts.steps, parts.layer_steps, parts.decoder.embed)
+    plain = (spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce)
+    return _Computing(SlowedDecoder(*plain, faults.slowness) if faults.slowness > 1.0 else Decoder(*plain))
 
 
 def _compute_type(command: LoadModel, rank: Rank, links: Links, device: torch.device) -> ComputeType:
