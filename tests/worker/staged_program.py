@@ -127,8 +127,9 @@ def check_choice(links: Links) -> list[int | None]:
     ways = [NotedWay() for _ in range(3)]
     tensor = DistributedTensorGroup(group, links.rank, links.size, links.device, TIMEOUT_SECONDS)
     tensor.stage = ways[2].stage
-    measured = Staging(links.rank, links.size, links.device, f"{links.group}-measured", TIMEOUT_SECONDS)
     backend = KvMoves(group, links.rank, links.size, TIMEOUT_SECONDS)
+    name = f"{links.group}-measured"
+    measured = Staging(links.rank, links.size, links.device, name, TIMEOUT_SECONDS, backend.add_up)
     measured.open(ways[0], ways[1], tensor, backend)  # type: ignore[arg-type]
     measured.close()
     return [way.least_bytes for way in ways]

@@ -1,6 +1,7 @@
 """What staged copies are used for, and the memory they lie in, as far as no GPU is needed to say so."""
 
 import ctypes
+import math
 import mmap
 import os
 import random
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gearshift.tests.worker.staged_helpers import FakeStreams, made_ring
 from gearshift.tests.worker.test_ring import SHAPE, RecordedQueue
 from gearshift.worker.links import staging
 from gearshift.worker.links.host_memory import Mapped, NamelessMemory, mapped
-from gearshift.worker.links.host_rings import open_rings, pinned_ring, placed, ring_bytes
+from gearshift.worker.links.host_rings import RanksOfGroup, open_rings, pinned_ring, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.links.pipeline import Incoming, Outgoing, StagedReceiver
 from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn
@@ -131,6 +133,8 @@ def test_the_rings_of_a_rank_stay_within_their_bound(ranks: int) -> None:
 class PlainRanks:
     """One rank that is told what others answer."""
 
+    device = CPU
+
     def __init__(self, others_can: bool = True) -> None:
         self.told: list[str] = []
         self._others_can = others_can
@@ -145,6 +149,26 @@ class PlainRanks:
 
     def add_up(self, numbers: Any) -> Any:
         return [list(each) for each in numbers]
+
+
+def test_ranks_come_to_one_answer_over_the_communicator_that_they_are_given() -> None:
+    """And over no other: the default group's would take hundreds of MiB of each card."""
+    told, summed = list[str](), list[tuple[int, ...]]()
+
+    def sum_up(tensor: Tensor) -> None:
+        summed.append(tuple(tensor.shape))
+        if tensor.dtype == torch.float64:  # rank 0's, where this is rank 1
+            tensor[0] = torch.tensor([3.0, 1.0, math.inf])
+        else:
+            tensor += 1
+
+    ranks = RanksOfGroup(1, 2, CPU, told.append, sum_up)
+    assert ranks.greatest([2.0, 4.0, 0.5]) == (3.0, 4.0, math.inf)
+    assert ranks.together("a thing", lambda: "made") == "made"
+    assert ranks.add_up([[1, 2]]) == [[2, 3]]
+    ranks.meet()
+    assert told == []
+    assert summed == [(2, 3), (1, 1), (1, 2), (1,)]
 
 
 def test_memory_is_had_without_a_name_and_nothing_of_it_is_left_behind() -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .driver_words import Driver
 from .host_memory import (
@@ -26,6 +27,7 @@ GIVEN_UP = 1
 FAR_BEYOND = 1 << 30  # of what either end may have issued
 
 Made = TypeVar("Made")
+SumUp = Callable[[Tensor], object]
 
 
 class Ranks(Protocol):
@@ -39,11 +41,13 @@ class Ranks(Protocol):
 
 
 class RanksOfGroup:
-    """Over the group's backend."""
+    """Over sums of a communicator that is there in any case: one of its own would take memory of every card."""
 
-    def __init__(self, size: int, device: torch.device, tell: Callable[[str], None]) -> None:
-        """`tell`: a line for the log of this rank."""
-        self._size, self._device, self._tell = size, device, tell
+    def __init__(
+        self, rank: int, size: int, device: torch.device, tell: Callable[[str], None], sum_up: SumUp = dist.all_reduce
+    ) -> None:
+        """`tell`: a line for the log of this rank. `sum_up`: of all ranks, into the tensor itself."""
+        self._rank, self._size, self.device, self._tell, self._sum_up = rank, size, device, tell, sum_up
 
     def together(self, what: str, attempt: Callable[[], Made]) -> Made | None:
         found: Made | None = None
@@ -55,9 +59,20 @@ class RanksOfGroup:
         return found if self.add_up([[here]]) == [[self._size]] else None
 
     def add_up(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
-        counts = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.all_reduce(counts)
+        counts = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._sum_up(counts)
         return counts.tolist()
+
+    def meet(self) -> None:
+        """What the device does from here on comes behind what all ranks have given theirs so far."""
+        self._sum_up(torch.zeros(1, device=self.device))
+
+    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Each number's greatest of all ranks. Collective; the same on all ranks."""
+        each = torch.zeros(self._size, len(numbers), dtype=torch.float64, device=self.device)
+        each[self._rank] = torch.tensor(numbers, dtype=torch.float64)
+        self._sum_up(each)
+        return tuple(each.amax(0).tolist())
 
 
 @dataclass(frozen=True, slots=True)

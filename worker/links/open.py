@@ -94,18 +94,20 @@ def open_links(
     speed = options.bytes_per_second
     throttle = None if speed is None else Throttle(speed, device)
     _join(rank, world_size, device, local, timeout_seconds, coordinator)
-    staging = Staging(rank, world_size, device, group, timeout_seconds)
+    staging: Staging | None = None
     try:
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
             links, backend = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
             _warm(links, device, spoilt)
             if local and device.type == "cuda":
+                staging = Staging(rank, world_size, device, group, timeout_seconds, backend.moves.add_up)
                 staging.open(links.kv, links.pipeline, backend.tensor, backend.moves)
                 torch.cuda.empty_cache()  # what is free is what a model may take
         yield links
         links.pipeline.drain()
     finally:
-        staging.close()
+        if staging is not None:
+            staging.close()
         dist.destroy_process_group()
 
 

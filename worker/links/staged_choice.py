@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ...proto.errors import WorkerLostError
 
@@ -49,30 +49,37 @@ class StagedTimes:
         return f"{self.what} {chosen} ({figures})"
 
 
-def compare(what: str, backend: Trial, staged: Trial, device: torch.device) -> StagedTimes:
+class Meeting(Protocol):
+    """How the ranks meet, and tell each other what they measured (`host_rings.RanksOfGroup`)."""
+
+    device: torch.device
+
+    def meet(self) -> None: ...
+
+    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]: ...
+
+
+def compare(what: str, backend: Trial, staged: Trial, ranks: Meeting) -> StagedTimes:
     """Collective; the same figures on all ranks."""
-    times = [slowest_seconds(trial, device, COMPARED_BYTES) for trial in (backend, staged)]
+    times = [slowest_seconds(trial, ranks, COMPARED_BYTES) for trial in (backend, staged)]
     return StagedTimes(what, COMPARED_BYTES, times[0], times[1])
 
 
-def slowest_seconds(trial: Trial, device: torch.device, byte_counts: Sequence[int]) -> tuple[float, ...]:
+def slowest_seconds(trial: Trial, ranks: Meeting, byte_counts: Sequence[int]) -> tuple[float, ...]:
     """The best pass of the slowest rank, of each size. Collective; the same figures on all ranks."""
-    found = [_best(trial(byte_count), device) for byte_count in byte_counts]
-    slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return tuple(slowest.tolist())
+    return ranks.greatest([_best(trial(byte_count), ranks) for byte_count in byte_counts])
 
 
-def _best(run: Run, device: torch.device) -> float:
+def _best(run: Run, ranks: Meeting) -> float:
     """Endless where it fails: the others must not wait for this rank in the next barrier."""
     passes = []
     for _ in range(1 + PASSES):
-        dist.barrier()
-        torch.cuda.synchronize(device)
+        ranks.meet()
+        torch.cuda.synchronize(ranks.device)
         started = time.perf_counter()
         try:
             run()
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(ranks.device)
             passes.append(time.perf_counter() - started)
         except (RuntimeError, WorkerLostError):
             passes.append(inf)

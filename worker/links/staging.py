@@ -11,11 +11,12 @@ from contextlib import suppress
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .driver_words import DriverWords
 from .host_memory import Pair
-from .host_rings import RanksOfGroup, open_rings
+from .host_rings import RanksOfGroup, SumUp, open_rings
 from .kv_moves import KvMoves
 from .pipeline import PipelineEdges
 from .ring import RingShape
@@ -54,11 +55,15 @@ class Staging:
     orders.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, group: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, group: str, timeout_seconds: float,
+        sum_up: SumUp = dist.all_reduce,
+    ) -> None:  # fmt: skip
+        """`sum_up`: over all ranks, into the tensor itself, by a communicator that is there in any case."""
         self._rank, self._size, self._device = rank, size, device
         self._group, self._timeout_seconds = group, timeout_seconds
         self._every_pair = [(one, other) for one in range(size) for other in range(size) if one != other]
-        self._ranks = RanksOfGroup(size, device, self._tell)
+        self._ranks = RanksOfGroup(rank, size, device, self._tell, sum_up)
         self._driver: DriverWords | None = None
         self._chooser: StreamChooser | None = None
         self._links: list[StagedLink] = []
@@ -69,7 +74,7 @@ class Staging:
     ) -> None:
         """What is faster staged in host memory goes that way from now on. `backend`: moves without any of that."""
         largest = COMPARED_BYTES[-1]
-        (seconds,) = slowest_seconds(self._round(backend.start), self._device, (largest,))
+        (seconds,) = slowest_seconds(self._round(backend.start), self._ranks, (largest,))
         if largest / seconds >= BUS_BYTES_PER_SECOND:
             self._tell_once(f"not needed: NCCL moves {largest / seconds / 1e9:.0f} GB/s each way")
             return
@@ -122,7 +127,7 @@ class Staging:
         link = self.link("keys and values", self._every_pair, moving_shape(self._size), alone=True)
         if link is None:
             return
-        times = compare("keys and values", self._round(backend.start), self._round(_named(link)), self._device)
+        times = compare("keys and values", self._round(backend.start), self._round(_named(link)), self._ranks)
         if (least_bytes := self._chosen(link, times)) is not None:
             kv.stage(link, least_bytes)
 
@@ -134,7 +139,7 @@ class Staging:
             late, link = True, self.link("late hidden rows", edges, moving_shape(2), alone=False)
         if link is None:
             return
-        times = compare("hidden rows", self._along(backend.start), self._along(_named(link)), self._device)
+        times = compare("hidden rows", self._along(backend.start), self._along(_named(link)), self._ranks)
         if (least_bytes := self._chosen(link, times)) is not None:
             pipeline.stage(link, self._rank, late, least_bytes)
 
@@ -144,7 +149,7 @@ class Staging:
         if link is None:
             return
         sums = StagedSums(link, self._rank, self._size, self._device)
-        if (least_bytes := self._chosen(link, _compare_sums(tensor, sums, self._device))) is not None:
+        if (least_bytes := self._chosen(link, _compare_sums(tensor, sums, self._ranks))) is not None:
             tensor.stage(sums.add_up, link.check, least_bytes)
 
     def _chosen(self, link: StagedLink, times: StagedTimes) -> int | None:
@@ -222,12 +227,12 @@ def _named(link: StagedLink) -> Start:
     return lambda sends, receives: link.start(sends, receives, "a measurement of staged copies")
 
 
-def _compare_sums(tensor: DistributedTensorGroup, sums: StagedSums, device: torch.device) -> StagedTimes:
+def _compare_sums(tensor: DistributedTensorGroup, sums: StagedSums, ranks: RanksOfGroup) -> StagedTimes:
     def trial(add_up: Callable[[Tensor], None]) -> Trial:
         def of(byte_count: int) -> Run:
-            partial = torch.zeros(byte_count // 2, dtype=torch.bfloat16, device=device)
+            partial = torch.zeros(byte_count // 2, dtype=torch.bfloat16, device=ranks.device)
             return lambda: add_up(partial)
 
         return of
 
-    return compare("sums", trial(tensor.sum_by_backend), trial(sums.add_up), device)
+    return compare("sums", trial(tensor.sum_by_backend), trial(sums.add_up), ranks)
