@@ -1,6 +1,8 @@
 """What is asked of torch for each way between ranks; NCCL itself is not there on the CPU."""
 
+import re
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gearshift.worker.links import communicators as links_communicators
 from gearshift.worker.links.communicators import Communicators
 
 CARD = torch.device("cuda", 1)
+COLLECTIVE = re.compile(r"dist\.(all_reduce|all_gather|broadcast|barrier|reduce|gather|isend|irecv)\((.*)")
 
 
 @pytest.fixture
@@ -40,3 +44,14 @@ def test_each_group_on_cards_has_channels_and_options_of_its_own(
 def test_groups_on_the_cpu_have_none(asked: list[tuple[list[int] | None, dict[str, Any]]]) -> None:
     Communicators(torch.device("cpu"), 40.0).make(16, (1, 2))
     assert asked == [([1, 2], {"timeout": timedelta(seconds=40)})]
+
+
+def test_nothing_goes_through_the_default_group() -> None:
+    """Its communicator would be made at the first use, with all of NCCL's channels: hundreds of MiB of each card."""
+    found = [
+        call
+        for file in sorted(Path(links_communicators.__file__).parent.glob("*.py"))
+        for call in COLLECTIVE.findall(file.read_text())
+    ]
+    assert len(found) >= 6
+    assert [call for call in found if "group=" not in call[1]] == []
