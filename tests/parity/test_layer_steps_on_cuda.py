@@ -11,15 +11,14 @@ import torch
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.group.talk import POLL_SECONDS
+from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
-from gearshift.proto.ids import ComputeType, KvType, Layout, RequestId
+from gearshift.proto.ids import ComputeType, KvType, Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import SampledToken
 from gearshift.proto.sampling import SamplingParameters
-from gearshift.tests.helpers.answers import answer, ids_of
+from gearshift.tests.helpers.answers import answer, answer_all, ids_of
 from gearshift.tests.helpers.running_groups import RunningGroups
 
 if TYPE_CHECKING:
@@ -162,21 +161,6 @@ def test_tokens_chosen_inside_are_those_of_the_logits(small_models: Models, batc
         tokens = ids
 
 
-def driven(driver: Driver, requests: Sequence[GenerationRequest]) -> list[list[SampledToken]]:
-    """All at once; the tokens of each."""
-    open_ids = [driver.submit(request) for request in requests]
-    tokens: dict[RequestId, list[SampledToken]] = {request: [] for request in open_ids}
-    left = set(open_ids)
-    while left:
-        for event in driver.step(POLL_SECONDS):
-            if isinstance(event, TokenEvent):
-                tokens[event.request].append(event.token)
-            elif isinstance(event, FinishedEvent):
-                assert event.result.error is None
-                left.discard(event.request)
-    return [tokens[request] for request in open_ids]
-
-
 def said(tokens: Sequence[SampledToken]) -> list[tuple[int, float]]:
     """Whatever request said it."""
     return [(token.token, token.logprob) for token in tokens]
@@ -206,9 +190,9 @@ def test_a_group_writes_the_same_answer_each_time_and_what_the_logits_say(
     prompt = prompt_of(100, 6)
     request = GenerationRequest(prompt, STEPS, SamplingParameters(temperature=0.0), prefill=L, decode=L)
     driver = on_cuda.load(small_models(shape, quant), 2, compute_type=ComputeType.BF16, kv_type=kv_type)
-    first = driven(driver, [request])[0]
+    first = answer_all(driver, [request])[0]
     for _ in range(4):
-        assert said(driven(driver, [request])[0]) == said(first)
+        assert said(answer_all(driver, [request])[0]) == said(first)
     assert_near_the_logits(driver, prompt, first, L)
 
 
@@ -223,7 +207,7 @@ def test_layouts_side_by_side_in_one_tick_write_what_each_says_alone(
         GenerationRequest(prompt_of(length, length), count, greedy, prefill=L, decode=way, chunk_rule=Fixed((32,)))
         for length, count, way in ((20, 60, L), (90, 50, L), (50, 40, decode), (150, 20, L))
     ]
-    for request, tokens in zip(requests, driven(driver, requests), strict=True):
+    for request, tokens in zip(requests, answer_all(driver, requests), strict=True):
         assert len(tokens) == request.max_tokens
         assert request.decode is not None
         assert_near_the_logits(driver, request.prompt, tokens, request.decode)

@@ -1,6 +1,6 @@
 """Sampled answers whose tokens the devices draw, against those that the sampler draws of the same logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,10 @@ from msgspec.structs import replace
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.evaluation import collect_logits
-from gearshift.coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
-from gearshift.coordinator.group.talk import POLL_SECONDS
-from gearshift.proto.ids import ComputeType, Layout, RequestId
-from gearshift.proto.reports import SampledToken
+from gearshift.coordinator.generation import GenerationRequest
+from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.sampling import SamplingParameters
-from gearshift.tests.helpers.answers import answer
+from gearshift.tests.helpers.answers import answer, answer_all
 from gearshift.tests.helpers.divergence import log_softmax
 from gearshift.tests.helpers.running_groups import RunningGroups
 
@@ -63,21 +61,6 @@ def test_a_device_draws_what_the_sampler_draws_with_the_same_seed(
     assert said(driver, replace(DEFAULT, seed=77), decode) != said(driver, DEFAULT, decode)
 
 
-def driven(driver: Driver, requests: Sequence[GenerationRequest]) -> list[list[SampledToken]]:
-    """All at once; the tokens of each."""
-    open_ids = [driver.submit(request) for request in requests]
-    tokens: dict[RequestId, list[SampledToken]] = {request: [] for request in open_ids}
-    left = set(open_ids)
-    while left:
-        for event in driver.step(POLL_SECONDS):
-            if isinstance(event, TokenEvent):
-                tokens[event.request].append(event.token)
-            elif isinstance(event, FinishedEvent):
-                assert event.result.error is None
-                left.discard(event.request)
-    return [tokens[request] for request in open_ids]
-
-
 @pytest.mark.parametrize(("workers", "decode"), CASES)
 def test_greedy_and_sampled_requests_beside_each_other_say_what_their_logits_allow(
     on_cuda: RunningGroups, small_models: Models, workers: int, decode: Layout
@@ -91,7 +74,7 @@ def test_greedy_and_sampled_requests_beside_each_other_say_what_their_logits_all
         GenerationRequest(prompt_of(20 + 7 * row, row), count, chain, prefill=L, decode=decode, chunk_rule=Fixed((64,)))
         for row, (chain, count) in enumerate(chains)
     ]
-    for request, tokens in zip(requests, driven(driver, requests), strict=True):
+    for request, tokens in zip(requests, answer_all(driver, requests), strict=True):
         assert len(tokens) == request.max_tokens
         ids = [*request.prompt, *(token.token for token in tokens)]
         rows, _ = collect_logits(driver, ids, len(request.prompt), L, decode, Fixed((64,)))
