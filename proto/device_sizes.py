@@ -12,7 +12,7 @@ WIDE_VOCAB = 1 << 17  # ids of a rank beyond which groups are larger, so that th
 FLAG_WORDS = 32  # of an inbox: a flag has 128 bytes of its own
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group: 64 MiB in f32
 KEPT_MASKS = 4  # of attention, for the layers to come
-EXPANDED_BYTES = 256 << 20  # most of the workspace that matrices are expanded into
+EXPANDED_BYTES = 128 << 20  # most of the workspace that matrices are expanded into
 
 
 def splits_for(context_tokens: int) -> int:
