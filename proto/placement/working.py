@@ -293,7 +293,7 @@ def _standing_bytes(
 
 
 def _expanded_bytes(spec: ModelSpec, placement: Placement, rank: int, layout: Layout) -> int:
-    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked, at most 256 MiB."""
+    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked, at most EXPANDED_BYTES."""
     largest = 0
     for layer, _ in _parts_run(placement, rank, layout):
         numbers = range(placement.ranks) if layout is Layout.LAYER else (rank,)
