@@ -5,8 +5,9 @@ Peer access is proven with data, not asked of the driver. Multicast is never use
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from .driver_words import PORTABLE_AND_MAPPED
 from .tensor_group import TensorGroup
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class _Ranks:
         """Whether it is so on every rank."""
         return int(self.tensor.all_reduce(torch.tensor([float(here)], device=self.device)).item()) == self.size
 
+    def insist(self, here: bool, what: str) -> None:
+        """RuntimeError on every rank where it is not so on one."""
+        if not self.agree(here):
+            raise RuntimeError(f"inboxes in host memory: not all ranks can {what}")
+
     def meet(self) -> None:
         """Return when every rank has arrived, host and device."""
         torch.cuda.synchronize(self.device)
@@ -67,12 +75,11 @@ class _Ranks:
         torch.cuda.synchronize(self.device)
 
 
-def _or_none(attempt: Any) -> Inboxes | None:
+def _or_none(attempt: Callable[[], Made]) -> Made | None:
     try:
-        inboxes: Inboxes = attempt()
+        return attempt()
     except (RuntimeError, OSError, AttributeError):
         return None
-    return inboxes
 
 
 def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
@@ -90,27 +97,45 @@ def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
 
 
 def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
+    """Every step that can fail on one rank alone is agreed on: the others must not wait for it in the next."""
     inbox_bytes = -(-4 * words // 4096) * 4096
     path = f"/dev/shm/gearshift-inboxes-{group[:16]}"
-    if ranks.rank == 0:
-        with open(path, "wb") as file:
-            os.ftruncate(file.fileno(), inbox_bytes * ranks.size)
-    ranks.meet()
+    byte_count = inbox_bytes * ranks.size
+    made = ranks.rank != 0 or _or_none(lambda: _make(path, byte_count)) is not None
     try:
-        with open(path, "r+b") as file:
-            segment = mmap.mmap(file.fileno(), inbox_bytes * ranks.size)
+        ranks.insist(made, "make them in /dev/shm")
+        segment = _or_none(lambda: _map(path, byte_count))
+        ranks.insist(segment is not None, "map them")
     finally:
-        ranks.meet()
-        if ranks.rank == 0:
+        if ranks.rank == 0 and made:
             os.unlink(path)
     whole = torch.frombuffer(segment, dtype=torch.int32)
-    error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), inbox_bytes * ranks.size, PORTABLE_AND_MAPPED)
-    if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister: {error}")
+    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), byte_count, PORTABLE_AND_MAPPED))
+    ranks.insist(error == 0, "register them with CUDA")
     views = list(whole.view(ranks.size, -1))
     _prove(views, ranks)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
     return Inboxes(addresses, True, (segment, whole))
+
+
+def _make(path: str, byte_count: int) -> str:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(file, 0, byte_count)  # a full /dev/shm must fail here, not where it is written
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return path
+
+
+def _map(path: str, byte_count: int) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return mmap.mmap(file, byte_count)
+    finally:
+        os.close(file)
 
 
 def _prove(views: list[Tensor], ranks: _Ranks) -> None:
