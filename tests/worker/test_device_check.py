@@ -42,6 +42,20 @@ def test_newer_cards_are_taken_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(CARD, ComputeType.BF16)
 
 
+def test_a_machine_without_a_c_compiler_or_triton_is_told_which_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_a_card(monkeypatch, (8, 0))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(InputError, match="C compiler.*install gcc or clang, or set CC"):
+        check_device(CARD, ComputeType.BF16)
+    monkeypatch.setenv("CC", "/opt/own/cc")
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "/opt/own/cc" else None)
+    check_device(CARD, ComputeType.BF16)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="package triton"):
+        check_device(CARD, ComputeType.BF16)
+
+
 class Ranks:
     """A tensor group of three whose other two cards are newer, or not."""
 
