@@ -46,7 +46,7 @@ def test_a_machine_without_a_c_compiler_or_triton_is_told_which_is_missing(monke
     see_a_card(monkeypatch, (8, 0))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(InputError, match="C compiler.*install gcc or clang, or set CC"):
+    with pytest.raises(InputError, match=r"C compiler.*install gcc or clang, or set CC"):
         check_device(CARD, ComputeType.BF16)
     monkeypatch.setenv("CC", "/opt/own/cc")
     monkeypatch.setattr("shutil.which", lambda name: name if name == "/opt/own/cc" else None)
