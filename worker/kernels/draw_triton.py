@@ -16,7 +16,7 @@ sums, and once alone: a rank writes those of the next choice only after it has s
 import triton
 import triton.language as tl
 
-from .exchange_triton import SPIN_LIMIT
+from .exchange_triton import numbered, received
 from .step_triton import sum_of_blocks
 
 LEAST = tl.constexpr(-(1 << 31))  # below the bits of any number
@@ -120,27 +120,6 @@ def sort_greatest(
 
 
 @triton.jit
-def _word(value, number):
-    """`value`: int32."""
-    return (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-
-
-@triton.jit
-def _received(words, ok, number, failed):
-    """Values int32 [4, K] of words that another rank writes for this number; waits for those that are `ok`."""
-    spins = tl.load(failed) * SPIN_LIMIT
-    theirs = tl.load(words, mask=ok, other=0, volatile=True)
-    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-    while (missing > 0) & (spins < SPIN_LIMIT):
-        theirs = tl.load(words, mask=ok, other=0, volatile=True)
-        missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-        spins += 1
-    if missing > 0:
-        tl.store(failed, 1)
-    return (theirs & 0xFFFFFFFF).to(tl.int32)
-
-
-@triton.jit
 def _joined(top, total, its_top, its_total):
     """Greatest logit and sum of exponentials of two; as `step_triton.choose_token` joins them."""
     new_top = tl.maximum(top, its_top)
@@ -236,7 +215,7 @@ def draw_token(
                         tl.store(raws + rank * K + k, raw.to(tl.int64))
                 else:
                     words = own + (rank * ROWS + row) * (4 * K) + line * K + column
-                    values = _received(words, sent, number, failed)
+                    values = received(words, sent, number, failed)
                     upper = tl.sum(tl.where(line == 0, values, 0), 0).to(tl.int64)
                     lower = tl.sum(tl.where(line == 1, values, 0), 0).to(tl.int64)
                     tl.store(room + rank * K + k, (upper << 32) | (lower & 0xFFFFFFFF))
@@ -272,7 +251,7 @@ def draw_token(
         token = tl.where(chosen, token, 0)
         if RANKS > 1:
             both = tl.arange(0, 2)
-            word = _word(tl.where(both == 0, token, logprob.to(tl.int32, bitcast=True)), number)
+            word = numbered(tl.where(both == 0, token, logprob.to(tl.int32, bitcast=True)), number)
             for peer in tl.static_range(RANKS):
                 if peer != RANK:
                     inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + words_at // 2
@@ -282,13 +261,13 @@ def draw_token(
         lower = keys.to(tl.int32)[None, :]
         pair = tl.where(column == 0, top.to(tl.int32, bitcast=True), total.to(tl.int32, bitcast=True))
         last = tl.where(line == 2, raw[None, :], pair)
-        word = _word(tl.where(line == 0, upper, tl.where(line == 1, lower, last)), number)
+        word = numbered(tl.where(line == 0, upper, tl.where(line == 1, lower, last)), number)
         inbox = tl.load(inboxes + SAMPLER).to(tl.pointer_type(tl.int64)) + words_at // 2
         at_line = (RANK * ROWS + row) * (4 * K) + line * K + column
         tl.store(inbox + at_line, word, mask=(line < LINES) | ((line == 3) & (column < 2)))
         own = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + words_at // 2
         choice = (line == 0) & (column < 2)
-        values = _received(own + (SAMPLER * ROWS + row) * (4 * K) + line * K + column, choice, number, failed)
+        values = received(own + (SAMPLER * ROWS + row) * (4 * K) + line * K + column, choice, number, failed)
         token = tl.sum(tl.sum(tl.where((line == 0) & (column == 0), values, 0), 1), 0)
         bits = tl.sum(tl.sum(tl.where((line == 0) & (column == 1), values, 0), 1), 0)
         logprob = bits.to(tl.float32, bitcast=True)

@@ -65,12 +65,33 @@ def exchange_flags(
 
 
 @triton.jit
+def numbered(value, number):
+    """The word of an int32 value for exchange `number`."""
+    return (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+
+
+@triton.jit
+def received(words, ok, number, failed):
+    """Values, int32 [M, N], of the `words` that another rank writes for this number; waits for those that are `ok`."""
+    spins = tl.load(failed) * SPIN_LIMIT
+    theirs = tl.load(words, mask=ok, other=0, volatile=True)
+    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
+    while (missing > 0) & (spins < SPIN_LIMIT):
+        theirs = tl.load(words, mask=ok, other=0, volatile=True)
+        missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
+        spins += 1
+    if missing > 0:
+        tl.store(failed, 1)
+    return (theirs & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def send_words(
     values, number, inboxes, row, at, mask, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """f32 values of columns `at` of this rank's row, for exchange `number`, into all others' inboxes."""
-    words = (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    words = numbered(values.to(tl.int32, bitcast=True), number)
     first = ((number & 1) * (RANKS * ROWS) + RANK * ROWS + row) * WIDTH
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -91,17 +112,8 @@ def sum_over_ranks(
         if rank == RANK:
             total += own
         else:
-            words = inbox + (half + rank * ROWS + row) * WIDTH + at
-            spins = tl.load(failed) * SPIN_LIMIT
-            theirs = tl.load(words, mask=ok, other=0, volatile=True)
-            missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-            while (missing > 0) & (spins < SPIN_LIMIT):
-                theirs = tl.load(words, mask=ok, other=0, volatile=True)
-                missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-                spins += 1
-            if missing > 0:
-                tl.store(failed, 1)
-            total += (theirs & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+            theirs = received(inbox + (half + rank * ROWS + row) * WIDTH + at, ok, number, failed)
+            total += theirs.to(tl.float32, bitcast=True)
     return total
 
 
