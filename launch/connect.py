@@ -50,16 +50,22 @@ def refuse_flags_of_the_group(arguments: Mapping[str, Any]) -> None:
         raise InputError(f"{flags} cannot be given with --connect: the coordinator was started with its own")
 
 
+def open_client(address: str, key_file: str | None) -> "Client":
+    """Connect. What keeps it waiting is told at once, and `ServerLostError` raised where nobody is there."""
+    from ..proto.channel import wait_for_listener
+    from ..proto.client import CONNECT_SECONDS, Client
+
+    with busy(f"looking for a coordinator at {address}"):
+        wait_for_listener(address, CONNECT_SECONDS, note)
+        return Client(address, key_file=key_file)
+
+
 def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:
     """Answer the prompt. `flags` by setting name."""
-    from ..proto.client import Client
-
     if not run.chat and (run.system is not None or run.template_options):
         raise InputError("--system and --template-option belong to --chat")
     options = _options(run, current_settings(flags))
-    with busy(f"looking for a coordinator at {run.address}"):
-        found = Client(run.address, key_file=run.key_file)
-    with found as client:
+    with open_client(run.address, run.key_file) as client:
         note(f"connected to {run.address}: {client.model}" + (STILL_LOADING if client.was_loading else ""))
         _answer(client, run, options)
 

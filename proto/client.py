@@ -52,7 +52,8 @@ News = AnyReply | GearshiftError
 class Client:
     """Blocking; for any number of threads. `key_file`: the group's, where it has one.
 
-    Raises `ServerLostError` when nothing answers there within `timeout_seconds`, `ProtocolError` for another version.
+    Raises `ServerLostError` when nobody listens there (a port that refuses is tried for 3 s: a coordinator may just be
+    starting) or answers within `timeout_seconds`, `ProtocolError` for another version.
     """
 
     def __init__(

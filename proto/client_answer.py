@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .channel import ServerLostError
 from .client_messages import (
     Accepted,
     Failed,
@@ -24,6 +23,7 @@ from .errors import (
     LayoutRefusedError,
     ProtocolError,
     RequestFailedError,
+    ServerLostError,
     StaleError,
     WorkerLostError,
 )

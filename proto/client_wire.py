@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from .. import __version__
-from .channel import ClientChannel, ServerLostError
+from .channel import ClientChannel, wait_for_listener
 from .client_answer import reply_error
 from .client_messages import (
     Accepted,
@@ -24,7 +24,7 @@ from .client_messages import (
     TokensWritten,
 )
 from .codec import MAX_REQUEST_BYTES, PROTOCOL_VERSION, encode
-from .errors import GearshiftError, InputError
+from .errors import GearshiftError, InputError, ServerLostError
 from .keys import KeyPair
 
 WAIT_SECONDS = 1.0  # of the socket's thread: a new message wakes it, this only bounds what nobody thought of
@@ -33,9 +33,10 @@ Inbox: TypeAlias = Callable[[Any], None]  # takes an AnyReply or a GearshiftErro
 
 
 class ClientWire:
-    """Connects and greets on construction, within `timeout_seconds`. Close it from any thread."""
+    """Connects and greets on construction, each within `timeout_seconds`. Close it from any thread."""
 
     def __init__(self, address: str, keys: KeyPair | None, timeout_seconds: float) -> None:
+        wait_for_listener(address, timeout_seconds)
         self._channel = ClientChannel.connect(address, keys)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -96,8 +97,8 @@ class ClientWire:
         try:
             if not answered.wait(timeout_seconds):
                 raise ServerLostError(
-                    f"nothing answers at {self._channel.address} within {timeout_seconds:g} s: no coordinator there, "
-                    "or its key file is another one"
+                    f"what listens at {self._channel.address} did not answer within {timeout_seconds:g} s: it is no "
+                    "coordinator, or its key file is another one"
                 )
             if isinstance(news[0], Greeted):
                 return news[0]

@@ -49,6 +49,12 @@ class PairDamagedError(WorkerFailedError):
     """What one rank sends another arrives changed: found at start, raised by all ranks alike. It names the pairs."""
 
 
+class ServerLostError(GearshiftError):
+    """To a client: the coordinator is gone, or never answered."""
+
+    exit_code = 3
+
+
 class BusyError(GearshiftError):
     """The queue is full; the same request may be taken later."""
 

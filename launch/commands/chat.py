@@ -146,14 +146,13 @@ def _chat_remotely(
     limits: Mapping[str, object],
 ) -> None:
     """Talk with a group that runs already. `chosen` by setting name."""
-    from ...proto.client import Client
     from ..chat.loop import HELP, converse
     from ..chat.remote import RemoteChat
     from ..chat.terminal import ChatTerminal
-    from ..connect import STILL_LOADING, settings_options
+    from ..connect import STILL_LOADING, open_client, settings_options
 
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
-    with Client(address, key_file=key_file) as client:
+    with open_client(address, key_file) as client:
         note(
             f"connected to {address}: {client.model}, {client.context_tokens} tokens of context"
             + (STILL_LOADING if client.was_loading else "")

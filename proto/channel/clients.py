@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..client_messages import AnyReply, AnyRequest
 from ..codec import call_of, decode_reply, decode_report, decode_request, encode
 from ..commands import Redirect, Refuse
-from ..errors import GearshiftError, ProtocolError
+from ..errors import ProtocolError, ServerLostError
 from ..keys import KeyPair
 from ..reports import Hello
 from .base import CONNECTION_EVENTS, Channel
@@ -31,12 +31,6 @@ _WORKER_FIRST_NUMBER = bytes(8)  # of a worker's `Hello`: it numbers its message
 _PROBE = b""  # goes to a client only to learn whether it can; clients skip it
 
 ClientPeer = NewType("ClientPeer", bytes)  # one connection, as the ROUTER names it
-
-
-class ServerLostError(GearshiftError):
-    """The coordinator is gone, or never answered."""
-
-    exit_code = 3
 
 
 class Sent(Enum):

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -161,11 +162,18 @@ def test_threads_share_a_client(client: gearshift.Client) -> None:
 
 
 def test_nobody_there_is_said_within_the_time_given() -> None:
-    with pytest.raises(ServerLostError, match="nothing answers"):
+    with pytest.raises(ServerLostError, match=r"nothing listens at tcp://127\.0\.0\.1:1 \(Connection refused"):
         gearshift.Client("tcp://127.0.0.1:1", timeout_seconds=0.2)
     for address in ("127.0.0.1:5555", "tcp://127.0.0.1", "udp://127.0.0.1:5", "tcp://127.0.0.1:99999"):
         with pytest.raises(InputError, match="tcp://HOST:PORT"):
             gearshift.Client(address)
+
+
+def test_something_else_that_listens_there_is_said_to_be_no_coordinator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ServerLostError, match=r"did not answer within 0\.2 s: it is no coordinator"):
+            gearshift.Client(address, timeout_seconds=0.2)
 
 
 def test_another_protocol_version_is_refused(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
