@@ -3,14 +3,17 @@
 import json
 import os
 import select
+import stat
 import sys
 from pathlib import Path
 
 from ..proto.errors import InputError
+from .console import note
 
 MAX_INPUT_BYTES = 256 << 20  # far above any context; keeps a wrong path from filling the memory
 
-WRITER_SECONDS = 30.0  # that a pipe with a name may give nothing: nobody would ever learn that it has no other end
+WRITER_SECONDS = 30.0  # that nobody may have a named pipe's other end: it may never be opened. Also between two notes
+SILENT_SECONDS = 600.0  # that whoever has it open may write nothing
 
 
 def read_text(path: str) -> str:
@@ -49,22 +52,46 @@ def read_json(path: str) -> object:
 
 
 def _read_pipe(path: str) -> bytes:
-    """What comes from a pipe that has a name, as a shell's `<(...)`: nobody may be at its other end."""
+    """What comes from a named pipe or a shell's `<(...)` until its writers close it, while they write."""
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     data = bytearray()
     try:
-        readable = select.poll()
-        readable.register(pipe, select.POLLIN)
-        while len(data) <= MAX_INPUT_BYTES:
-            if not readable.poll(1e3 * WRITER_SECONDS):
-                raise InputError(f"cannot read {path}: nobody has written to it for {WRITER_SECONDS:g} s")
-            piece = os.read(pipe, 1 << 20)
-            if not piece:
-                break
+        while len(data) <= MAX_INPUT_BYTES and (piece := _next_piece(pipe, path, len(data))):
             data += piece
     finally:
         os.close(pipe)
     return bytes(data)
+
+
+def _next_piece(pipe: int, path: str, bytes_so_far: int) -> bytes:
+    """Empty at the end. Raises `InputError` when nobody opens the pipe, or whoever did falls silent."""
+    arrivals = select.poll()
+    arrivals.register(pipe, select.POLLIN)
+    silent_seconds = wait_seconds = 0.0
+    while True:
+        arrived = arrivals.poll(1e3 * wait_seconds)
+        silent_seconds += wait_seconds
+        wait_seconds = WRITER_SECONDS
+        try:
+            piece = os.read(pipe, 1 << 20)
+        except BlockingIOError:  # somebody has it open, and may write yet
+            if silent_seconds >= SILENT_SECONDS:
+                raise InputError(
+                    f"cannot read {path}: whoever has it open has written nothing for {silent_seconds:g} s; "
+                    "standard input (the file -) is waited for without end"
+                ) from None
+            if silent_seconds:
+                note(f"waiting for {path}: {bytes_so_far} bytes so far, none in the last {silent_seconds:g} s")
+            continue
+        if piece or arrived or not _can_be_opened_yet(pipe):
+            return piece
+        if silent_seconds:
+            raise InputError(f"cannot read {path}: nobody has opened it to write for {silent_seconds:g} s")
+
+
+def _can_be_opened_yet(pipe: int) -> bool:
+    """Whether a writer may still come where there is none: to a pipe with a name, which `<(...)` has not."""
+    return stat.S_ISFIFO(os.fstat(pipe).st_mode) and not os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:")
 
 
 def _read_bytes(path: str) -> bytes:

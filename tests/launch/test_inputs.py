@@ -3,6 +3,8 @@
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,17 +40,53 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_nobody_writes_to_is_named_and_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(inputs, "WRITER_SECONDS", 0.01)
+    monkeypatch.setattr(inputs, "SILENT_SECONDS", 0.03)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InputError, match=r"pipe: nobody has written to it for 0\.01 s"):
+    with pytest.raises(InputError, match=r"pipe: nobody has opened it to write for 0\.01 s"):
         read_token_list(str(pipe))
-    writer = os.open(pipe, os.O_RDWR)  # somebody who has it open and says nothing
-    with pytest.raises(InputError, match="nobody has written"):
+    writer = os.open(pipe, os.O_RDWR)  # somebody who has it open and says little
+    os.write(writer, b"abc")
+    with pytest.raises(InputError, match=r"written nothing for 0\.03 s; standard input"):
         read_text(str(pipe))
     os.close(writer)
+    assert "pipe: 3 bytes so far, none in the last 0.01 s" in capsys.readouterr().err
+
+
+@contextmanager
+def shell_pipe() -> Iterator[tuple[str, int]]:
+    """As a shell's `<(...)`: the name a command is given for a pipe without one, and where its writer writes."""
+    reader, writer = os.pipe()
+    try:
+        yield f"/dev/fd/{reader}", writer
+    finally:
+        os.close(reader)
+
+
+def test_a_writer_that_lives_is_waited_for_longer_than_one_that_never_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "WRITER_SECONDS", 0.01)
+
+    def writes_once_it_is_waited_for(text: str) -> None:
+        if (left := next(pieces, None)) is None:
+            os.close(writer)
+        else:
+            os.write(writer, left)
+
+    monkeypatch.setattr(inputs, "note", writes_once_it_is_waited_for)
+    pieces = iter((b"slow ", b"but ", b"alive"))
+    with shell_pipe() as (path, writer):
+        assert read_text(path) == "slow but alive"
+
+
+def test_a_writer_that_has_gone_already_is_not_waited_for() -> None:
+    for written_before in (b"", b"all of it"):
+        with shell_pipe() as (path, writer):
+            os.write(writer, written_before)
+            os.close(writer)
+            assert read_text(path) == written_before.decode()
 
 
 def test_what_is_written_to_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
