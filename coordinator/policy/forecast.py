@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count, late_pieces
-from ..chunks.flow_shop import chunk_seconds, makespan, makespan_in_ticks
+from ..chunks.flow_shop import chunk_seconds, makespan, makespan_in_ticks, makespans_of_lists
 from ..chunks.plan import ChunkPlan, ChunkRule, Limits, plan_chunks
-from ..costs.cost_model import Costs, StepCost
+from ..costs.cost_model import ChunkCost, Costs, StepCost
 from ..generation import KeptPrefix
 from ..residency.regret import Regret
 
@@ -85,10 +87,10 @@ def forecasts(
 ) -> dict[Journey, Forecast]:
     """Of every journey whose parts were measured. `regret` None: those of both layouts lie everywhere."""
     found: dict[Journey, Forecast] = {}
+    reads = {layout: _prefill_seconds(task, costs, layout, plans[layout].chunks) for layout, _ in journeys}
     for journey in journeys:
         prefill, decode = journey
-        read = _prefill_seconds(task, costs, prefill, plans[prefill].chunks)
-        written = decode_seconds_of(task, costs, decode)
+        read, written = reads[prefill], decode_seconds_of(task, costs, decode)
         if read is not None and written is not None:
             back = _back_seconds(task, costs, prefill, regret)
             exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, regret)
@@ -96,15 +98,17 @@ def forecasts(
     return found
 
 
-def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]] | None:
-    """Seconds of each chunk of all prompts on each stage; in the tensor layout the group is one stage."""
-    stages = costs.stages if layout is Layout.LAYER else (costs.tensor_prefill,)
-    rows = [
-        chunk_seconds(chunks, task.cached_tokens, stage) * task.requests
-        for stage in stages
-        if stage is not None
-    ]
-    return rows or None
+def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]]:
+    """Seconds of each chunk of all prompts on each stage; empty: not measured."""
+    stages = stages_of(costs, layout)
+    return [chunk_seconds(chunks, task.cached_tokens, stage) * task.requests for stage in stages]
+
+
+def stages_of(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
+    """That a chunk goes through: in the tensor layout the group is one. Empty: not measured."""
+    if layout is Layout.LAYER:
+        return costs.stages
+    return (costs.tensor_prefill,) if costs.tensor_prefill is not None else ()
 
 
 def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
@@ -142,10 +146,13 @@ def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
 
 
 def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> float | None:
-    rows = stage_rows(task, costs, layout, chunks)
-    if rows is None:
-        return None
     others = step_seconds(task, costs, None) or 0.0
+    stages = stages_of(costs, layout)
+    if not stages:
+        return None
+    if task.requests == 1:
+        return float(makespans_of_lists(np.array([chunks]), task.cached_tokens, stages, others)[0])
+    rows = stage_rows(task, costs, layout, chunks)
     return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
 
 

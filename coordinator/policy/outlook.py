@@ -127,7 +127,7 @@ def break_even(
 def bars(task: Task, costs: Costs, choice: Choice, forecast: Forecast | None) -> tuple[Bar, ...]:
     """Who works when. Stages go on as soon as they can; beside running answers the ticks would hold them together."""
     rows = stage_rows(task, costs, choice.prefill, choice.chunk_plan.chunks)
-    if rows is None:
+    if not rows:
         return ()
     ranks = len(costs.stages)
     begin = forecast.back if forecast else 0.0

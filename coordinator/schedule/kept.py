@@ -12,6 +12,8 @@ from ...proto.kv import BundleTable, block_count
 from ..generation import KeptPrefix
 from .slots import SlotPool
 
+COMPARED_TOKENS = 1024  # at once
+
 
 @dataclass(frozen=True, slots=True)
 class KeptSequence:
@@ -51,7 +53,7 @@ class KeptSequences:
         sequence = self._sequences.get(conversation) if conversation is not None else None
         if sequence is None:
             return None
-        shared = shared_tokens(sequence.tokens, prompt[:-1])
+        shared = shared_tokens(sequence.tokens, tuple(prompt[:-1]))
         return KeptPrefix(sequence.source, shared, sequence.layout) if shared else None
 
     def find(self, conversation: str, prefix: KeptPrefix) -> KeptSequence | None:
@@ -79,7 +81,11 @@ class KeptSequences:
         return True
 
 
-def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common start."""
+def shared_tokens(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Length of the longest common start. Looked for in whole runs: one by one 40,000 take 3 ms."""
     length = min(len(first), len(second))
-    return next((index for index in range(length) if first[index] != second[index]), length)
+    for begin in range(0, length, COMPARED_TOKENS):
+        end = min(begin + COMPARED_TOKENS, length)
+        if first[begin:end] != second[begin:end]:
+            return next(index for index in range(begin, end) if first[index] != second[index])
+    return length

@@ -16,6 +16,7 @@ from gearshift.coordinator.policy.answer_length import FIRST_GUESS_TOKENS, Answe
 from gearshift.coordinator.policy.forecast import Running
 from gearshift.coordinator.policy.planning import GroupSnapshot, plan_request
 from gearshift.coordinator.residency.regret import Regret
+from gearshift.proto.errors import InputError
 from gearshift.proto.ids import Layout, RequestId
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.fake_group import FakeGroup
@@ -56,6 +57,13 @@ def test_an_answers_length_is_what_was_asked_for_else_what_past_answers_were_nev
     assert steps_of(planned(replace(GROUP, lengths=AnswerLengths(30.0, 5)))) == 29
     assert steps_of(planned(replace(GROUP, lengths=AnswerLengths(9000.0, 5)))) == CONTEXT - len(PROMPT)
     assert steps_of(planned(max_tokens=9000)) == CONTEXT - len(PROMPT)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+@pytest.mark.parametrize("place", ["prompt", "forced"])
+def test_a_token_that_the_model_does_not_have_is_named(token: int, place: str) -> None:
+    with pytest.raises(InputError, match=rf"^{token} is no token of this model, which has tokens 0 to {VOCAB - 1}"):
+        plan_request(RequestId(0), asked(**{place: (0, VOCAB - 1, token, 5)}), GROUP)
 
 
 def test_the_parts_of_every_journey_are_in_the_plan() -> None:

@@ -10,6 +10,7 @@ from gearshift.coordinator.chunks.plan import Auto, Fixed, Limits
 from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan
 from gearshift.coordinator.policy.planning import GroupSnapshot, plan_request
+from gearshift.coordinator.schedule.kept import COMPARED_TOKENS, shared_tokens
 from gearshift.coordinator.schedule.scheduler import Scheduler, SchedulerSettings
 from gearshift.coordinator.schedule.slots import SlotPool, slots_needed
 from gearshift.proto.commands import AbandonShift, CommitShift, OpenRequest
@@ -283,6 +284,14 @@ def test_without_costs_a_short_shared_start_is_read_again() -> None:
     mostly_new = (*prompt_of(20)[:4], *prompt_of(90, salt=4))
     assert planned(run, 1, turn(mostly_new)).kept is None
     assert planned(run, 1, turn((*prompt_of(20), *prompt_of(5, salt=4)))).prefill is TENSOR
+
+
+@pytest.mark.parametrize("length", [0, 1, COMPARED_TOKENS - 1, COMPARED_TOKENS, 2 * COMPARED_TOKENS + 5])
+def test_the_longest_common_start_is_found_wherever_it_ends(length: int) -> None:
+    same = tuple(range(length))
+    assert shared_tokens((*same, 1, 2), (*same, 3)) == length
+    assert shared_tokens((*same, -1, 2), same) == length
+    assert shared_tokens(same, (*same, 5)) == length
 
 
 @given(data=st.data())
