@@ -2,7 +2,9 @@
 
 python -m gearshift.benchmarks.gpu MODEL.gguf --workers 2 [--stages prompt,decode]  (a file of `synthetic_models` does)
 Each figure is the median of `--rounds` after two warm-ups (the first launches kernels one by one, the second captures
-them), with the lowest and the highest. `--device cpu --scale 16` tries the script without a GPU, on shorter texts.
+them), with the lowest and the highest. Before them: `start_s`, until all workers have opened their devices and links;
+`load_s`, from there until the model is loaded; `file_GB/s`, how much of its file that is a second.
+`--device cpu --scale 16` tries the script without a GPU, on shorter texts.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
 from gearshift.coordinator.one_request import generate
 from gearshift.launch.processes.local import local_cluster
+from gearshift.launch.start.peers import answers
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.sampling import SamplingParameters
@@ -209,7 +212,10 @@ def main() -> None:
         stages = [name for name in stages if name != "shift"]
     context = max(64, (33400 if {"long", "deep", "batch"} & set(stages) else 9000) // options.scale) + 200
     spec = build_spec(resolve_model(options.model), context)
+    started = time.perf_counter()
     with local_cluster(workers=options.workers, device=options.device) as cluster:
+        answers(cluster)  # a worker joins before its device and its links are open: that belongs to the start
+        start_seconds = time.perf_counter() - started
         settings = DriverSettings(
             context_tokens=context, max_chunk_tokens=max(64, 4096 // options.scale), device=options.device,
             tick_timeout_seconds=240, answer_timeout_seconds=240, max_open=16,
@@ -219,7 +225,8 @@ def main() -> None:
         driver = Driver(cluster, spec, place(spec, options.workers), settings)
         loaded = driver.load()
         file_bytes = sum(file.byte_count for file in spec.files)
-        tell({"load_s": round(loaded.seconds, 2), "file_GB/s": round(file_bytes / loaded.seconds / 1e9, 2),
+        tell({"start_s": round(start_seconds, 2), "load_s": round(loaded.seconds, 2),
+              "file_GB": round(file_bytes / 1e9, 3), "file_GB/s": round(file_bytes / loaded.seconds / 1e9, 2),
               "weight_bytes": loaded.weight_bytes, "kv_bytes": loaded.kv_bytes})  # fmt: skip
         decoded = Layout(options.decode or (Layout.TENSOR if options.workers > 1 else Layout.LAYER))
         pair = (decoded, decoded)
