@@ -3,18 +3,25 @@
 Two forms. Without anybody being answered a chunk starts on a stage as soon as the stage before has ended it and the
 stage has ended the chunk before. With a decode batch in each tick the ticks are barriers: tick j runs chunk j - s on
 stage s, the batch's step waits for the slowest of them, and the next tick for the step.
+
+Many lists at once are given by their cuts: tokens up to the end of each chunk, `cuts[chunk, list]`. Lists come last:
+numpy is quick along the last axis, and slow to go along a short one.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
 
-Lists = npt.NDArray[np.int64]  # tokens [lists, chunks]; shorter lists end with zeros
-Seconds = npt.NDArray[np.float64]
+Cuts: TypeAlias = npt.NDArray[np.float64]  # [chunks, lists], whole numbers; shorter lists repeat their end
+Factors: TypeAlias = npt.NDArray[np.float64]  # [stages, 3]: b, a, q
+Seconds: TypeAlias = npt.NDArray[np.float64]
+
+FEW_LISTS = 64  # up to which one call for all chunks is quicker than a call for each
 
 
 def makespan(seconds: Sequence[Sequence[float]]) -> float:
@@ -58,57 +65,80 @@ def makespan_of_chunks(
     return makespan_in_ticks(seconds, decode_seconds) if decode_seconds > 0 else makespan(seconds)
 
 
+def factors_of(costs: Sequence[ChunkCost]) -> Factors:
+    """As many lists are priced with."""
+    return np.array([(cost.per_chunk, cost.per_token, cost.per_pair) for cost in costs])
+
+
 def makespans_of_lists(
-    lists: Lists, cached: int, costs: Sequence[ChunkCost], decode_seconds: float = 0.0
+    lists: npt.ArrayLike, cached: int, costs: Sequence[ChunkCost], decode_seconds: float = 0.0
 ) -> Seconds:
-    """`makespan_of_chunks` of many lists at once."""
-    worked, counts = _worked(lists, cached, costs)
+    """`makespan_of_chunks` of many lists at once: tokens [lists, chunks]; shorter lists end with zeros."""
+    cuts = np.add.accumulate(np.asarray(lists, dtype=np.float64), axis=1).T
+    return makespans_of_cuts(cuts, cached, factors_of(costs), decode_seconds)
+
+
+def makespans_of_cuts(cuts: Cuts, cached: int, factors: Factors, decode_seconds: float = 0.0) -> Seconds:
+    """Of many lists."""
+    width, rows = cuts.shape
+    stages = len(factors)
+    inner = cuts < cuts[-1]
+    counts = np.add.reduce(inner, axis=0) + 1.0
+    done = np.empty((3, width, rows))  # chunks, tokens, pairs
+    np.minimum(_numbers(width), counts, out=done[0])
+    done[1] = cuts
+    np.multiply(cuts, cuts + 2 * cached, out=done[2])
+    worked = (factors @ done.reshape(3, -1)).reshape(stages, width, rows)
     if decode_seconds <= 0:
         return _free_makespans(worked)
-    durations, chunks = np.diff(worked, axis=1), lists.shape[1]
-    ticks = np.zeros((chunks + len(costs) - 1, lists.shape[0]))
-    for stage, of_stage in enumerate(durations):
-        window = ticks[stage : stage + chunks]
-        np.maximum(window, of_stage, out=window)
-    total: Seconds = ticks.sum(axis=0) + decode_seconds * (counts + len(costs) - 1)
+    worked[:, 1:] -= worked[:, :-1]  # from the back: numpy copies where they overlap
+    ticks = np.zeros((width + stages - 1, rows))
+    for stage, durations in enumerate(worked):
+        window = ticks[stage : stage + width]
+        np.maximum(window, durations, out=window)
+    total: Seconds = np.add.reduce(ticks, axis=0) + decode_seconds * (counts + (stages - 1))
     return total
 
 
-def longest_of_lists(lists: Lists, cached: int, costs: Sequence[ChunkCost]) -> Seconds:
+def longest_of_cuts(cuts: Cuts, cached: int, costs: Sequence[ChunkCost]) -> Seconds:
     """The longest time of any chunk on any stage of each list."""
-    before = cached + np.cumsum(lists, axis=1) - lists
-    pairs = lists * (2 * before + lists)
-    real = lists > 0
-    durations = (cost.per_chunk * real + cost.per_token * lists + cost.per_pair * pairs for cost in costs)
-    longest: Seconds = np.max([duration.max(axis=1) for duration in durations], axis=0)
+    before = np.zeros_like(cuts)
+    before[1:] = cuts[:-1]
+    tokens = cuts - before
+    pairs = tokens * (2 * (cached + before) + tokens)
+    real = tokens > 0
+    durations = (cost.per_chunk * real + cost.per_token * tokens + cost.per_pair * pairs for cost in costs)
+    longest: Seconds = np.max([duration.max(axis=0) for duration in durations], axis=0)
     return longest
 
 
-def _worked(lists: Lists, cached: int, costs: Sequence[ChunkCost]) -> tuple[Seconds, Lists]:
-    """Seconds of work that each stage has done once it has ended each chunk, [stages, 1 + chunks, lists]; 0 at first.
-
-    And each list's chunks. Lists come last: numpy is quick along the last axis, and slow to go along a short one.
-    """
-    rows, width = lists.shape
-    counts = (lists > 0).sum(axis=1)
-    done = np.empty((3, width, rows))  # chunks, tokens, pairs
-    np.minimum(np.arange(1, width + 1)[:, None], counts, out=done[0])
-    done[1] = np.cumsum(lists, axis=1).T
-    np.multiply(done[1], done[1] + 2 * cached, out=done[2])
-    factors = np.array([(cost.per_chunk, cost.per_token, cost.per_pair) for cost in costs])
-    worked = np.zeros((len(costs), 1 + width, rows))
-    worked[:, 1:] = (factors @ done.reshape(3, -1)).reshape(len(costs), width, rows)
-    return worked, counts
+def _numbers(width: int) -> Seconds:
+    """1, 2, 3, .. as a column."""
+    return np.arange(1.0, width + 1)[:, None]
 
 
 def _free_makespans(worked: Seconds) -> Seconds:
-    """A stage ends chunk k at its work up to k, plus the longest that it ever had to wait for: a running maximum."""
-    ended = worked[0, 1:]
+    """`worked[stage, chunk, list]`: seconds of work that a stage has done once it has ended a chunk.
+
+    A stage ends chunk k at its work up to k, plus the longest that it ever had to wait for: a running maximum.
+    """
+    ended = worked[0]
     for stage in worked[1:-1]:
-        waited = ended - stage[:-1]
-        for before, after in pairwise(waited):
-            np.maximum(before, after, out=after)
-        ended = stage[1:] + waited
+        waited = ended.copy()
+        waited[1:] -= stage[:-1]
+        ended = stage + _running_maximum(waited)
+    last = worked[-1]
     if len(worked) == 1:
-        return np.asarray(ended[-1])
-    return np.asarray(worked[-1, -1] + (ended - worked[-1, :-1]).max(axis=0))
+        return np.asarray(last[-1])
+    waited = ended.copy()
+    waited[1:] -= last[:-1]
+    return np.asarray(last[-1] + np.maximum.reduce(waited, axis=0))
+
+
+def _running_maximum(values: Seconds) -> Seconds:
+    """Along the first axis; may write over `values`."""
+    if values.shape[1] <= FEW_LISTS:
+        return np.asarray(np.maximum.accumulate(values, axis=0))
+    for before, after in pairwise(values):
+        np.maximum(before, after, out=after)
+    return values

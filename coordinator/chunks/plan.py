@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import TypeAlias
 
-import numpy as np
-
 from ...proto.errors import InputError
 from ..costs.cost_model import ChunkCost
 from .flow_shop import makespans_of_lists
@@ -180,8 +178,8 @@ def _auto(
     """The best list that the search finds, and what the plain rule would have taken."""
     task = _task(tokens, cached, costs, limits, decode_seconds)
     chunks, seconds = best_chunks(task)
-    plain_list = np.array([_repeat(task.tokens, plain)])
-    plain_seconds = makespans_of_lists(plain_list, task.cached, task.costs, task.decode_seconds)[0]
+    plain_list = _repeat(task.tokens, plain)
+    plain_seconds = makespans_of_lists([plain_list], task.cached, task.costs, task.decode_seconds)[0]
     beside = (
         f", {task.decode_seconds * 1e3:.3g} ms of answers in each tick" if task.decode_seconds > 0 else ""
     )

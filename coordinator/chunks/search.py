@@ -1,14 +1,14 @@
 """Searches the chunk list of least time for one prompt: closed forms as starts, then a descent on exact times. Pure."""
 
-from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
 import numpy as np
 
-from .flow_shop import Lists
-from .neighbours import LONGEST_DESCENT, lists_around
-from .starts import Numbers, equal_starts, every_list, few_chunks, ramps, together
+from .flow_shop import Cuts
+from .neighbours import LONGEST_DESCENT, Reals, cuts_around
+from .starts import every_cut, starts
 from .task import Chunks, Task
 
 EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is the start
@@ -18,37 +18,34 @@ MOST_ROUNDS, FEWER_ROUNDS = 8, 4  # of a descent; each looks at all neighbours o
 Found: TypeAlias = tuple[Chunks, float]  # with its makespan in seconds
 
 
-def best_chunks(task: Task) -> tuple[Chunks, float]:
+def best_chunks(task: Task) -> Found:
     """The best list found, and its makespan in seconds; infinite where no list keeps to the rules.
 
     Of a prompt of few grid steps every list is priced. Else closed forms are where a descent begins.
     """
-    every = every_list(task)
+    every = every_cut(task)
     if every is not None:
         prices = task.prices(every)
         best = int(prices.argmin())
         if prices[best] < inf:
-            return _real(every[best]), float(prices[best])
-    descents = THOROUGH_DESCENTS if task.short else 1
-    kinds = [equal_starts(task)]
-    if not _stages_are_equal(task):
-        kinds = [together([*kinds, ramps(task)]), few_chunks(task)]
-    return _best_descent(task, kinds, descents)
+            return _chunks(every[:, best]), float(prices[best])
+    return _best_descent(task, starts(task, _stages_are_equal(task)))
 
 
 def _price_and_count(found: Found) -> tuple[float, int]:
     return found[1], len(found[0])
 
 
-def _best_descent(task: Task, kinds: Sequence[Lists], descents: int) -> Found:
-    """Descend from the best starts, each of another count of chunks. Kinds differ in width: each is priced alone."""
-    prices = np.concatenate([task.prices(lists) for lists in kinds])
-    counts = np.concatenate([(lists > 0).sum(axis=1) for lists in kinds])
-    starts = [row for lists in kinds for row in lists]
+def _best_descent(task: Task, begin: Cuts) -> Found:
+    """Descend from the best starts, each of another count of chunks."""
+    prices = task.prices(begin)
     found: list[Found] = []
-    while len(found) < descents:
+    while True:
         best = int(prices.argmin())
-        found.append(_descended(task, starts[best], float(prices[best])))
+        found.append(_descended(task, begin[:, best], float(prices[best])))
+        if len(found) == (THOROUGH_DESCENTS if task.short else 1):
+            break
+        counts = np.add.reduce(begin < task.tokens, axis=0)
         prices = np.where(counts == counts[best], inf, prices)
         if prices.min() == inf:
             break
@@ -64,20 +61,26 @@ def _stages_are_equal(task: Task) -> bool:
     return True
 
 
-def _descended(task: Task, chunks: Numbers, price: float) -> Found:
+def _descended(task: Task, cuts: Reals, price: float) -> Found:
     """Steepest descent to a list that no neighbour beats, for some rounds at most."""
     for _ in range(MOST_ROUNDS if task.short else FEWER_ROUNDS):
-        chunks = chunks[chunks > 0]
-        if len(chunks) > LONGEST_DESCENT:
+        cuts = _ended(cuts)
+        if len(cuts) > LONGEST_DESCENT:
             break
-        around = lists_around(task, chunks)
+        around = cuts_around(task, cuts)
         prices = task.prices(around)
         best = int(prices.argmin())
         if not prices[best] < price * (1 - 1e-9):
             break
-        chunks, price = around[best], float(prices[best])
-    return _real(chunks), price
+        cuts, price = around[:, best], float(prices[best])
+    return _chunks(cuts), price
 
 
-def _real(chunks: Numbers) -> Chunks:
-    return tuple(int(tokens) for tokens in chunks if tokens > 0)
+def _ended(cuts: Reals) -> Reals:
+    """Without repetitions of the end."""
+    return cuts[: 1 + int(np.add.reduce(cuts < cuts[-1]))]
+
+
+def _chunks(cuts: Reals) -> Chunks:
+    ends = [0, *map(int, _ended(cuts).tolist())]
+    return tuple(end - begin for begin, end in pairwise(ends))

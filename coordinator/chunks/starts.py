@@ -2,36 +2,38 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, pairwise
 from math import ceil, floor, inf, sqrt
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
-from .flow_shop import Lists, Seconds
+from .flow_shop import Cuts, Seconds
 from .task import MAX_CHUNKS, Chunks, Task, evened, filled
 
-FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = (
-    6,
-    12,
-    24,
-)  # m* up to which more counts about it are tried, and from which fewer
+FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = 6, 12, 24  # m* up to which more counts about it are tried, and from which fewer
+MOST_BY_FEW = 10  # m* up to which two to four chunks are tried at odd places
 LONGEST_RAMP = 16  # chunks
 HUGE = 1e9  # a ratio that is no ramp at all
 NO_CUT = 1 << 20
+# Of a grid step: how lengths are put on the grid; of the last ones, the last chunk takes all that is left.
+ROUNDINGS = np.array([0.0, 0.2, 0.4, 0.6, 0.8, 0.99, 0.0, 0.3])
+FREE_ENDS = 6
+MORE_CHUNKS, SPARE_CHUNKS = 1.5, 2  # there may be, where they are rounded down
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutTable:
-    """Every way to cut a prompt of up to `pieces` grid steps: rows of ascending places, `NO_CUT` behind the last."""
+    """Every way to cut a prompt of up to `pieces` grid steps: columns of ascending places, `NO_CUT` behind the last."""
 
     pieces: int
-    places: Numbers
-    last: Numbers  # place of each row's last cut, 0 for none
+    places: Reals
+    last: Numbers  # place of each column's last cut, 0 for none
 
 
 def _cut_table(pieces: int, apart: int) -> CutTable:
@@ -42,54 +44,54 @@ def _cut_table(pieces: int, apart: int) -> CutTable:
         for cuts in combinations(range(apart, pieces), count)
         if all(after - before >= apart for before, after in pairwise(cuts))
     ]
-    width = max(map(len, rows))
-    places = np.array([cuts + (NO_CUT,) * (width - len(cuts)) for cuts in rows], dtype=np.int64)
-    return CutTable(pieces, places, np.array([max(cuts, default=0) for cuts in rows]))
+    width = 1 + max(map(len, rows))
+    places = np.array([cuts + (NO_CUT,) * (width - len(cuts)) for cuts in rows], dtype=np.float64)
+    return CutTable(pieces, places.T, np.array([max(cuts, default=0) for cuts in rows]))
 
 
-CUTS_APART = _cut_table(16, 2)  # 987 rows
-EVERY_CUT = _cut_table(10, 1)  # 512 rows: where one grid step may be a chunk
+CUTS_APART = _cut_table(16, 2)  # 987 lists
+EVERY_CUT = _cut_table(10, 1)  # 512 lists: where one grid step may be a chunk
 # (places, choices of 1, 2 and 3 cuts among them)
 FEW_CUTS = tuple(
-    (places, np.array(list(combinations(range(1, places), cuts))))
-    for places, cuts in ((24, 1), (11, 2), (8, 3))
+    (places, np.array([(*cuts, *(NO_CUT,) * (4 - len(cuts))) for cuts in combinations(range(1, places), count)]).T)
+    for places, count in ((24, 1), (11, 2), (8, 3))
 )
 
 
-def every_list(task: Task) -> Lists | None:
+@lru_cache(maxsize=64)
+def _cuts_of(pieces: int, apart: bool) -> Reals:
+    """In grid steps, in as few rows as are needed."""
+    table = CUTS_APART if apart else EVERY_CUT
+    found = table.places[:, table.last < pieces]
+    rows = 1 + int((found < NO_CUT).sum(axis=0).max())
+    return np.ascontiguousarray(found[:rows])
+
+
+def every_cut(task: Task) -> Cuts | None:
     """All chunk lists of a short prompt; None for a longer one."""
     pieces = ceil(task.tokens / task.grid)
-    cuts = EVERY_CUT if task.minimum == task.grid else CUTS_APART
-    if pieces > cuts.pieces:
+    apart = task.minimum != task.grid
+    if pieces > (CUTS_APART if apart else EVERY_CUT).pieces:
         return None
-    inner = cuts.places[cuts.last < pieces] * task.grid
-    return np.diff(np.minimum(inner, task.tokens), axis=1, prepend=0, append=task.tokens)
+    return np.minimum(_cuts_of(pieces, apart) * task.grid, task.tokens)
 
 
-def equal_starts(task: Task) -> Lists:
-    """Chunks of equal time, for counts about m* = sqrt((S-1) W / (b + decode)); always at least one list."""
+def starts(task: Task, equal_stages: bool) -> Cuts:
+    """Where to begin; at least one list keeps to the rules if any does that is known here."""
+    ideal, least, most = _ideal_count(task)
+    found = [_equal(task, _counts(task, ideal, least, most, (1.0,)))]
+    if not equal_stages:
+        found.append(_ramps(task, _counts(task, ideal, least, most, (1.0, 0.7, 0.4, 1.4)), ideal))
+        if ideal <= MOST_BY_FEW:
+            found += _few_chunks(task)
+    if task.longest_seconds < inf or task.short:
+        found += _within_limits(task, ideal, least, most)
+    return _together(found, task.tokens)
+
+
+def _ideal_count(task: Task) -> tuple[float, int, int]:
+    """m* = sqrt((S-1) W / (b + decode)), S as if all stages were as slow as the slowest; least and most that can be."""
     cost = task.envelope
-    found = [
-        chunks for count in _counts(task, cost, (1.0,)) if (chunks := evened(task, cost, count)) is not None
-    ]
-    if task.longest_seconds < inf and (longest := filled(task, task.costs, task.longest_seconds)) is not None:
-        found.append(longest)
-    # Near the least length the grid is too coarse for equal times: chunks of one length are other lists.
-    if task.short or not found:
-        found += [
-            _repeated(task, min(length, task.largest)) for length in (task.minimum, task.minimum + task.grid)
-        ]
-    width = max(map(len, found))
-    return np.array([chunks + (0,) * (width - len(chunks)) for chunks in found], dtype=np.int64)
-
-
-def _repeated(task: Task, length: int) -> Chunks:
-    whole, rest = divmod(task.tokens, length)
-    return (length,) * whole + ((rest,) if rest else ())
-
-
-def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
-    """Floor and ceiling of m* and of its multiples, and a neighbour where that is far; within the limits."""
     whole = [one.seconds(task.cached, task.tokens) for one in task.costs]
     stages = sum(whole) / max(whole) if max(whole) > 0 else float(task.stages)
     work = cost.variable_seconds(task.cached, task.tokens)
@@ -97,6 +99,17 @@ def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
     least = ceil(max(task.tokens / task.max_chunk, *(_least_chunks(task, one) for one in task.costs)))
     most = max(least, min(ceil(task.tokens / task.minimum), MAX_CHUNKS))
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
+    return ideal, least, most
+
+
+def _least_chunks(task: Task, cost: ChunkCost) -> float:
+    """m >= W / (longest - b): what the latency bound asks for."""
+    room = task.longest_seconds - cost.per_chunk
+    return cost.variable_seconds(task.cached, task.tokens) / room if 0 < room < inf else 1.0
+
+
+def _counts(task: Task, ideal: float, least: int, most: int, factors: Sequence[float]) -> list[int]:
+    """Floor and ceiling of m* and of its multiples, and a neighbour where that is far; within the limits."""
     if ideal > MANY_CHUNKS:
         return sorted({min(max(round(ideal * factor), least, 1), most) for factor in factors[:2]})
     offsets: tuple[int, ...] = (-1, 0, 1, 2) if ideal < FEW_CHUNKS else (0, 1)
@@ -109,33 +122,72 @@ def _counts(task: Task, cost: ChunkCost, factors: Sequence[float]) -> list[int]:
     return sorted({min(max(count, least, 1), most) for count in near})
 
 
-def _least_chunks(task: Task, cost: ChunkCost) -> float:
-    """m >= W / (longest - b): what the latency bound asks for."""
-    room = task.longest_seconds - cost.per_chunk
-    return cost.variable_seconds(task.cached, task.tokens) / room if 0 < room < inf else 1.0
+def _equal(task: Task, counts: Sequence[int]) -> Cuts:
+    """Chunks of equal time, but none beyond the buffers; each is as long as the same rounding of the grid makes it.
+
+    Not their cuts are rounded but their lengths: in ticks a chunk that is longer than its neighbours costs each stage.
+    """
+    cost, cached, tokens = task.envelope, task.cached, task.tokens
+    found = [(count, capped) for count in counts if (capped := _capped(task, cost, count)) is not None]
+    if not found:
+        return np.full((1, 1), float(tokens))
+    number, capped = np.repeat(np.array(found, dtype=np.float64), len(ROUNDINGS), axis=0).T
+    before = capped * task.largest
+    chunk = np.arange(SPARE_CHUNKS + int(max(counts) * MORE_CHUNKS))[:, None] - capped
+    ends = places_of_shares(cost, cached + before, tokens - before, np.maximum(chunk, 0.0) / (number - capped))
+    steps = np.floor((ends[1:] - ends[:-1]) / task.grid + np.tile(ROUNDINGS, len(found)))
+    sizes = np.minimum(np.maximum(steps * task.grid, task.minimum), task.largest)
+    sizes[chunk[:-1] < 0] = task.largest
+    cuts = np.minimum(np.add.accumulate(sizes, axis=0), tokens)
+    cuts[-1] = tokens
+    ended = (chunk[:-1] >= number - capped - 1) & (np.arange(len(number)) % len(ROUNDINGS) >= FREE_ENDS)
+    cuts[ended] = tokens
+    return cuts
 
 
-def ramps(task: Task) -> Lists:
+def _capped(task: Task, cost: ChunkCost, count: int) -> int | None:
+    """How many of so many chunks are as long as the buffers, before all others take equal times; None: too many."""
+    largest, capped = task.largest, 0
+    while capped < count:
+        done = task.cached + capped * largest
+        left = task.tokens - capped * largest
+        seconds = cost.variable_seconds(done, left) / (count - capped)
+        room = seconds - cost.variable_seconds(done, largest)
+        if left <= 0 or room <= 0:
+            return capped
+        # The first chunk that is not: a chunk of the largest length takes 2 q more seconds for each token before it.
+        slope = 2 * cost.per_pair * largest * largest
+        capped += max(1, min(count, ceil(room / slope))) if slope > 0 else count
+    return None
+
+
+def _ramps(task: Task, counts: Sequence[int], ideal: float) -> Cuts:
     """Short chunks first where the slowest stage has others before it, short ones last where it has some behind it.
 
     The slowest stage then begins sooner, and the stages after it end sooner; a ratio between chunks like that between
     the stages keeps the slowest one busy.
     """
-    counts = _counts(task, task.envelope, (1.0, 0.7, 0.4, 1.4))
     size = max(1, task.tokens // counts[len(counts) // 2])
     seconds = [one.seconds(task.cached + task.tokens // 2, size) for one in task.costs]
     slowest = seconds.index(max(seconds))
     rising = _ratios(seconds[slowest], seconds[:slowest])
     falling = _ratios(seconds[slowest], seconds[slowest + 1 :])
-    shapes = np.indices((len(counts), len(rising), len(falling), 2)).reshape(4, -1)
-    count, up, down, top = shapes
-    chunk = np.arange(max(counts))
-    behind = np.array(counts)[count][:, None] - 1 - chunk
-    steps = np.arange(LONGEST_RAMP + 1)
-    rise = (np.array(rising)[:, None] ** steps)[up][:, np.minimum(chunk, LONGEST_RAMP)]
-    fall = (np.array(falling)[:, None] ** steps)[down[:, None], np.clip(behind, 0, LONGEST_RAMP)]
-    weights = np.minimum(np.minimum(rise, fall), np.array((2.5, HUGE))[top][:, None]) * (behind >= 0)
-    return _on_grid(task, task.costs[slowest], weights, behind)
+    count, up, down, top = _shapes(len(counts), len(rising), len(falling))
+    chunk = np.arange(max(counts))[:, None]
+    behind = np.array(counts)[count] - 1 - chunk
+    steps = np.arange(LONGEST_RAMP + 1)[:, None]
+    rise = (np.array(rising) ** steps)[np.minimum(chunk, LONGEST_RAMP), up]
+    fall = (np.array(falling) ** steps)[np.minimum(np.maximum(behind, 0), LONGEST_RAMP), down]
+    weights = np.minimum(np.minimum(rise, fall), np.array((2.5, HUGE))[top])
+    weights[behind < 0] = 0.0
+    sums = np.add.accumulate(weights, axis=0)
+    return _on_grid(task, task.costs[slowest], sums / sums[-1])
+
+
+@lru_cache(maxsize=64)
+def _shapes(counts: int, rising: int, falling: int) -> Numbers:
+    """Every choice of a count, a ratio up, one down, and a longest chunk."""
+    return np.indices((counts, rising, falling, 2)).reshape(4, -1)
 
 
 def _ratios(slowest: float, others: Sequence[float]) -> list[float]:
@@ -145,61 +197,70 @@ def _ratios(slowest: float, others: Sequence[float]) -> list[float]:
     return sorted({max(1.05, ratio**0.5), max(1.1, ratio), max(1.2, ratio**2), HUGE})
 
 
-def places_of_shares(cost: ChunkCost, cached: int, tokens: int, shares: Seconds) -> Seconds:
+def places_of_shares(cost: ChunkCost, cached: int | Reals, tokens: int | Reals, shares: Seconds) -> Seconds:
     """How many tokens of a prompt are read when these shares of its work are done, b aside; real numbers.
 
     L = 2c / (a + sqrt(a² + 4 q c)) is the root of q L² + a L = c that loses no digits when q is small.
     """
     a, q = cost.per_token, cost.per_pair
-    work = cost.variable_seconds(cached, tokens)
-    # Nothing depends on a chunk's length where b is all there is; at L = 0 the root is 0 / 0 without attention only.
-    if not (a > 0 and work > 0):
+    # At L = 0 the root is 0 / 0 without a; nothing depends on a chunk's length where b is all there is.
+    if a <= 0:
         return shares * tokens
+    work = a * tokens + q * tokens * (2 * cached + tokens)
     goals = a * cached + q * cached * cached + shares * work
     places: Seconds = 2 * goals / (a + np.sqrt(a * a + 4 * q * goals)) - cached
     return places
 
 
-def _on_grid(task: Task, cost: ChunkCost, weights: Seconds, behind: Numbers) -> Lists:
-    """Chunks whose times on a stage are as the weights, at whole grid steps; `behind`: chunks that follow each.
+def _on_grid(task: Task, cost: ChunkCost, shares: Reals) -> Cuts:
+    """Cuts where these shares of a stage's work are done, at whole grid steps; 1.0 from the last chunk on.
 
-    Where a weight is too fine for the grid or too long for the buffers, the chunks after it take the difference.
+    Where a chunk is too fine for the grid or too long for the buffers, those after it take the difference.
     """
-    sums = np.cumsum(weights, axis=1)
-    cuts = places_of_shares(cost, task.cached, task.tokens, sums / sums[:, -1:])
-    steps = np.rint(cuts / task.grid).astype(np.int64) * task.grid
-    sizes = _differences(steps)
-    np.maximum(sizes, task.minimum, out=sizes)
-    np.minimum(sizes, task.largest, out=sizes)
-    ends = np.cumsum(sizes, axis=1)
-    np.minimum(ends, task.tokens, out=ends)
-    ends[behind <= 0] = task.tokens
-    return _differences(ends)
+    cuts = np.rint(places_of_shares(cost, task.cached, task.tokens, shares) / task.grid) * task.grid
+    cuts[1:] -= cuts[:-1]
+    sizes = np.minimum(np.maximum(cuts, task.minimum), task.largest)
+    cuts = np.minimum(np.add.accumulate(sizes, axis=0), task.tokens)
+    cuts[shares >= 1.0] = task.tokens
+    return cuts
 
 
-def _differences(ends: Numbers) -> Lists:
-    """As `np.diff` from 0 on."""
-    sizes = ends.copy()
-    sizes[:, 1:] -= ends[:, :-1]
-    return sizes
-
-
-def few_chunks(task: Task) -> Lists:
+def _few_chunks(task: Task) -> list[Cuts]:
     """Two to four chunks with cuts anywhere: where stages differ much, few chunks can be best at odd places."""
     pieces = ceil(task.tokens / task.grid)
-    found = []
-    for places, choices in FEW_CUTS:
-        step = max(1, ceil(pieces / places)) * task.grid
-        ends = np.minimum(choices * step, task.tokens)
-        found.append(np.diff(ends, axis=1, prepend=0, append=task.tokens))
-    return together(found)
+    return [
+        np.minimum(choices * (max(1, ceil(pieces / places)) * task.grid), float(task.tokens))
+        for places, choices in FEW_CUTS
+    ]
 
 
-def together(kinds: Sequence[Lists]) -> Lists:
-    """Lists of several kinds as one array, with zeros behind the shorter ones."""
-    together = np.zeros((sum(map(len, kinds)), max(lists.shape[1] for lists in kinds)), dtype=np.int64)
-    row = 0
-    for lists in kinds:
-        together[row : row + len(lists), : lists.shape[1]] = lists
-        row += len(lists)
-    return together
+def _within_limits(task: Task, ideal: float, least: int, most: int) -> list[Cuts]:
+    """Where buffers, a latency bound or the least length say much: chunks that take all that these allow."""
+    found: list[Chunks] = []
+    for count in _counts(task, ideal, least, most, (1.0,)):
+        chunks = evened(task, task.envelope, count)
+        if chunks is not None:
+            found.append(chunks)
+    if task.longest_seconds < inf and (longest := filled(task, task.costs, task.longest_seconds)) is not None:
+        found.append(longest)
+    # Near the least length the grid is too coarse for equal times: chunks of one length are other lists.
+    if task.short or not found:
+        found += [
+            _repeated(task, min(length, task.largest)) for length in (task.minimum, task.minimum + task.grid)
+        ]
+    return [np.add.accumulate(np.array(chunks, dtype=np.float64))[:, None] for chunks in found]
+
+
+def _repeated(task: Task, length: int) -> Chunks:
+    whole, rest = divmod(task.tokens, length)
+    return (length,) * whole + ((rest,) if rest else ())
+
+
+def _together(kinds: Sequence[Cuts], tokens: int) -> Cuts:
+    """Lists of several kinds as one array; shorter ones repeat their end."""
+    found = np.full((max(map(len, kinds)), sum(cuts.shape[1] for cuts in kinds)), float(tokens))
+    column = 0
+    for cuts in kinds:
+        found[: len(cuts), column : column + cuts.shape[1]] = cuts
+        column += cuts.shape[1]
+    return found

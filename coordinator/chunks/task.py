@@ -1,14 +1,14 @@
 """One prompt that is to be cut into chunks: what it costs, what its chunks must keep to, and the closed forms. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, sqrt
 from typing import TypeAlias
 
 import numpy as np
 
 from ..costs.cost_model import ChunkCost
-from .flow_shop import Lists, Seconds, longest_of_lists, makespans_of_lists
+from .flow_shop import Cuts, Factors, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
 
 SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
@@ -34,6 +34,10 @@ class Task:
     max_chunk: int
     decode_seconds: float = 0.0
     longest_seconds: float = inf
+    factors: Factors = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", factors_of(self.costs))
 
     @property
     def stages(self) -> int:
@@ -58,16 +62,17 @@ class Task:
             max(cost.per_pair for cost in self.costs),
         )
 
-    def prices(self, lists: Lists) -> Seconds:
-        """Makespans in seconds; infinite for lists that break a rule. Zeros end a list."""
-        seconds = makespans_of_lists(lists, self.cached, self.costs, self.decode_seconds)
-        chunks = np.ascontiguousarray(lists.T)
-        broken = (chunks.max(axis=0) > self.max_chunk) | (chunks.min(axis=0) < 0)
-        if len(chunks) > 1:
-            inner = np.where(chunks[1:] > 0, chunks[:-1], self.minimum)  # all but the last
-            broken |= inner.min(axis=0) < self.minimum
+    def prices(self, cuts: Cuts) -> Seconds:
+        """Makespans in seconds; infinite for lists that break a rule."""
+        seconds = makespans_of_cuts(cuts, self.cached, self.factors, self.decode_seconds)
+        sizes = cuts.copy()
+        sizes[1:] -= cuts[:-1]
+        inner = np.where(cuts < self.tokens, sizes, self.minimum)  # all but the last
+        broken = (np.minimum.reduce(inner, axis=0) < self.minimum) | (np.maximum.reduce(cuts, axis=0) > self.tokens)
+        if self.tokens > self.max_chunk:
+            broken |= np.maximum.reduce(sizes, axis=0) > self.max_chunk
         if self.longest_seconds < inf:
-            broken |= longest_of_lists(lists, self.cached, self.costs) > self.longest_seconds * (1 + 1e-9)
+            broken |= longest_of_cuts(cuts, self.cached, self.costs) > self.longest_seconds * (1 + 1e-9)
         seconds[broken] = inf
         return seconds
 

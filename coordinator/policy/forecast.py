@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count, late_pieces
 from ..chunks.flow_shop import chunk_seconds, makespan, makespan_in_ticks, makespans_of_lists
@@ -151,7 +149,7 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
     if not stages:
         return None
     if task.requests == 1:
-        return float(makespans_of_lists(np.array([chunks]), task.cached_tokens, stages, others)[0])
+        return float(makespans_of_lists([chunks], task.cached_tokens, stages, others)[0])
     rows = stage_rows(task, costs, layout, chunks)
     return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearshift.coordinator.chunks.neighbours import lists_around
+from gearshift.coordinator.chunks.neighbours import cuts_around
 from gearshift.coordinator.chunks.task import Task
 from gearshift.coordinator.costs.cost_model import ChunkCost
 
@@ -13,7 +13,8 @@ GRID = 32
 
 def around(chunks: list[int], cached: int = 0) -> set[tuple[int, ...]]:
     task = Task(sum(chunks), cached, (ChunkCost(1.0, 1.0), ChunkCost(2.0, 1.0)), GRID, 2 * GRID, 4096)
-    lists = lists_around(task, np.array(chunks))
+    cuts = cuts_around(task, np.cumsum(chunks, dtype=np.float64))
+    lists = np.diff(cuts, axis=0, prepend=0).T
     assert (lists.sum(axis=1) == sum(chunks)).all(), "no token is lost"
     return {tuple(int(tokens) for tokens in row if tokens) for row in lists}
 

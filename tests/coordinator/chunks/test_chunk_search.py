@@ -5,13 +5,13 @@ from itertools import combinations, pairwise
 from math import ceil, inf
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.coordinator.chunks.flow_shop import (
-    Lists,
-    longest_of_lists,
+    longest_of_cuts,
     makespan_of_chunks,
     makespans_of_lists,
 )
@@ -24,7 +24,7 @@ TOLERANCE = 1.01
 
 
 @cache
-def every_cut(pieces: int, apart: int) -> Lists:
+def every_cut(pieces: int, apart: int) -> npt.NDArray[np.int64]:
     """Ends of all chunk lists of so many grid steps: rows of ascending places, the end repeated."""
     rows = [
         cuts
@@ -41,7 +41,7 @@ def best_of_all(task: Task) -> float:
     ends = np.minimum(every_cut(pieces, apart) * task.grid, task.tokens)
     lists = np.diff(ends, axis=1, prepend=0)
     seconds = makespans_of_lists(lists, task.cached, task.costs, task.decode_seconds)
-    longest = longest_of_lists(lists, task.cached, task.costs)
+    longest = longest_of_cuts(np.cumsum(lists, axis=1).T, task.cached, task.costs)
     allowed = (longest <= task.longest_seconds) & (lists.max(axis=1) <= task.max_chunk)
     return float(seconds[allowed].min())
 
@@ -148,7 +148,7 @@ def test_many_lists_are_priced_as_each_alone(
 ) -> None:
     lists = np.array([[*chunks, 0, 0], [*chunks[::-1], 0, 0], [sum(chunks)] + [0] * (len(chunks) + 1)])
     seconds = makespans_of_lists(lists, cached, costs, decode_seconds)
-    longest = longest_of_lists(lists, cached, costs)
+    longest = longest_of_cuts(np.cumsum(lists, axis=1).T, cached, costs)
     for row, price, slowest in zip(lists, seconds, longest, strict=True):
         alone = [int(tokens) for tokens in row if tokens]
         assert price == pytest.approx(makespan_of_chunks(alone, cached, costs, decode_seconds))
