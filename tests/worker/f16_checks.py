@@ -100,7 +100,7 @@ def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wid
 
 
 def check_library_attention(device: torch.device) -> Found:
-    """One head of a group at a time, as on an old card, is what all together are."""
+    """One head of a group at a time, as on an old card, is what all together are; and no mask means a causal one."""
     generator = torch.Generator().manual_seed(2)
     query, key, value = (
         torch.randn(shape, generator=generator).half().to(device)
@@ -109,6 +109,9 @@ def check_library_attention(device: torch.device) -> Found:
     mask = attention.causal_mask(50, 200, 0, device)
     found = [attention.attend_by_library(query, key, value, mask, 0.1, older) for older in (True, False)]
     yield "attention by heads", relative_error(*found), 1e-3
+    for older in (True, False):
+        causal = attention.attend_by_library(query, key, value, None, 0.1, older)
+        yield f"attention without a mask{', by heads' * older}", relative_error(causal, found[1]), 1e-3
 
 
 def main() -> int:

@@ -9,12 +9,15 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.backends import cuda
 
 from ...proto.device_sizes import KEPT_MASKS, MOST_SCORES
 from .cards import is_older
 from .matrix import fast_linear, has_fast_linear
 
 FEWEST_FAST_ROWS = 32  # below, a product of its own for every shape costs more than it saves
+FLASH_WIDTHS = 8  # a head's width is a multiple of this
+LOWER_RIGHT = 2  # torch's name for the newest row's seeing all
 
 
 def attend(
@@ -74,26 +77,46 @@ def _many_rows(
 
 
 def attend_by_library(
-    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, mask: Tensor, scale: float, older: bool | None = None
+    query_TQK: Tensor, key_HLK: Tensor, value_HLV: Tensor, mask: Tensor | None, scale: float,
+    older: bool | None = None,
 ) -> Tensor:
-    """The library's own, [T, Q, V]; query heads are whole groups in order. `mask` [T, L], or a causal bias.
+    """The library's own, [T, Q, V]; query heads are whole groups in order. `mask` [T, L]; None: causal, as in `attend`.
 
     `older`: as on a card whose best way takes no groups: then each head of a group at a time, with all KV heads.
     """
     group = query_TQK.shape[1] // key_HLK.shape[0]
     key, value = key_HLK[None], value_HLV[None]
     if group == 1 or not (is_older(query_TQK.device) if older is None else older):
-        attended = functional.scaled_dot_product_attention(
-            query_TQK.transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1
-        )
+        attended = _by_library(query_TQK.transpose(0, 1)[None], key, value, mask, scale, group > 1)
         return attended[0].transpose(0, 1)
     heads = [
-        functional.scaled_dot_product_attention(
-            query_TQK[:, head::group].transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale
-        )[0].transpose(0, 1)
+        _by_library(query_TQK[:, head::group].transpose(0, 1)[None], key, value, mask, scale, False)[0].transpose(0, 1)
         for head in range(group)
     ]
     return torch.stack(heads, dim=2).flatten(1, 2)
+
+
+def _by_library(
+    query_1QTK: Tensor, key_1HLK: Tensor, value_1HLV: Tensor, mask: Tensor | None, scale: float, grouped: bool
+) -> Tensor:
+    """As torch.nn.attention.bias chooses, whose import would take seconds (it brings torch's compiler)."""
+    rows, length = query_1QTK.shape[2], key_1HLK.shape[2]
+    if mask is None and rows != length:
+        facts = cuda.SDPAParams(query_1QTK, key_1HLK, value_1HLV, None, 0.0, False, grouped)
+        if query_1QTK.shape[3] % FLASH_WIDTHS == 0 and cuda.can_use_flash_attention(facts):
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query_1QTK, key_1HLK, value_1HLV, 0.0, True, False, scale=scale)[0]
+        if cuda.can_use_efficient_attention(facts):
+            turned = (each.transpose(1, 2) for each in (query_1QTK, key_1HLK, value_1HLV))
+            found = torch.ops.aten._efficient_attention_forward(
+                *turned, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                dropout_p=0.0, custom_mask_type=LOWER_RIGHT, compute_log_sumexp=False, scale=scale, seqlen_k=None,
+            )  # fmt: skip
+            return found[0].transpose(1, 2)
+        mask = causal_mask(rows, length, 0, query_1QTK.device)
+    return functional.scaled_dot_product_attention(
+        query_1QTK, key_1HLK, value_1HLV, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 def _scores(query_HGK: Tensor, key_HLK: Tensor) -> Tensor:

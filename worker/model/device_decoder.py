@@ -10,7 +10,6 @@ from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count
@@ -252,8 +251,7 @@ class DeviceDecoder(Decoder):
         elif deep_attention.serves(self._device):
             deep_attention.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
-            mask = causal_lower_right(segment.rows, key_HLW.shape[1])
-            attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, mask, scale))
+            attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, None, scale))
 
     def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         """As the store's own, q8_0 in one pass: [H, n, W]."""
