@@ -8,7 +8,7 @@ Many lists at once are given by their cuts: tokens up to the end of each chunk, 
 numpy is quick along the last axis, and slow to go along a short one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -88,12 +88,13 @@ def makespans_of_cuts(cuts: Cuts, cached: int, factors: Factors, decode_seconds:
     np.minimum(_numbers(width), counts, out=done[0])
     done[1] = cuts
     np.multiply(cuts, cuts + 2 * cached, out=done[2])
-    worked = (factors @ done.reshape(3, -1)).reshape(stages, width, rows)
+    # A stage at a time: what is looked at then stays in the processor's cache.
+    worked = ((factor @ done.reshape(3, -1)).reshape(width, rows) for factor in factors)
     if decode_seconds <= 0:
-        return _free_makespans(worked)
-    worked[:, 1:] -= worked[:, :-1]  # from the back: numpy copies where they overlap
+        return _free_makespans(worked, stages)
     ticks = np.zeros((width + stages - 1, rows))
     for stage, durations in enumerate(worked):
+        durations[1:] -= durations[:-1]  # numpy sees that they overlap
         window = ticks[stage : stage + width]
         np.maximum(window, durations, out=window)
     total: Seconds = np.add.reduce(ticks, axis=0) + decode_seconds * (counts + (stages - 1))
@@ -117,22 +118,22 @@ def _numbers(width: int) -> Seconds:
     return np.arange(1.0, width + 1)[:, None]
 
 
-def _free_makespans(worked: Seconds) -> Seconds:
-    """`worked[stage, chunk, list]`: seconds of work that a stage has done once it has ended a chunk.
+def _free_makespans(worked: Iterator[Seconds], stages: int) -> Seconds:
+    """By stage [chunk, list]: seconds of work that it has done once it has ended a chunk; written over.
 
     A stage ends chunk k at its work up to k, plus the longest that it ever had to wait for: a running maximum.
     """
-    ended = worked[0]
-    for stage in worked[1:-1]:
-        waited = ended.copy()
-        waited[1:] -= stage[:-1]
-        ended = stage + _running_maximum(waited)
-    last = worked[-1]
-    if len(worked) == 1:
-        return np.asarray(last[-1])
-    waited = ended.copy()
+    ended = next(worked)
+    for _ in range(stages - 2):
+        waited, ended = ended, next(worked)
+        waited[1:] -= ended[:-1]
+        ended += _running_maximum(waited)
+    if stages == 1:
+        return ended[-1]
+    waited, last = ended, next(worked)
     waited[1:] -= last[:-1]
-    return np.asarray(last[-1] + np.maximum.reduce(waited, axis=0))
+    total: Seconds = last[-1] + np.maximum.reduce(waited, axis=0)
+    return total
 
 
 def _running_maximum(values: Seconds) -> Seconds:

@@ -14,7 +14,7 @@ from .flow_shop import Cuts, Seconds
 from .task import MAX_CHUNKS, Chunks, Task, evened, filled
 
 FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = 6, 12, 24  # m* up to which more counts about it are tried, and from which fewer
-MOST_BY_FEW = 10  # m* up to which two to four chunks are tried at odd places
+MOST_BY_FEW = 6  # m* up to which two to four chunks are tried at odd places
 LONGEST_RAMP = 16  # chunks
 HUGE = 1e9  # a ratio that is no ramp at all
 NO_CUT = 1 << 20
@@ -86,7 +86,7 @@ def starts(task: Task, equal_stages: bool) -> Cuts:
             found += _few_chunks(task)
     if task.longest_seconds < inf or task.short:
         found += _within_limits(task, ideal, least, most)
-    return _together(found, task.tokens)
+    return together(found, task.tokens)
 
 
 def _ideal_count(task: Task) -> tuple[float, int, int]:
@@ -133,7 +133,9 @@ def _equal(task: Task, counts: Sequence[int]) -> Cuts:
         return np.full((1, 1), float(tokens))
     number, capped = np.repeat(np.array(found, dtype=np.float64), len(ROUNDINGS), axis=0).T
     before = capped * task.largest
-    chunk = np.arange(SPARE_CHUNKS + int(max(counts) * MORE_CHUNKS))[:, None] - capped
+    most = max(counts)
+    more = min(MORE_CHUNKS, 1 + 2 * most * task.grid / tokens)  # the shorter, the more is lost by rounding down
+    chunk = np.arange(SPARE_CHUNKS + int(most * more))[:, None] - capped
     ends = places_of_shares(cost, cached + before, tokens - before, np.maximum(chunk, 0.0) / (number - capped))
     steps = np.floor((ends[1:] - ends[:-1]) / task.grid + np.tile(ROUNDINGS, len(found)))
     sizes = np.minimum(np.maximum(steps * task.grid, task.minimum), task.largest)
@@ -142,7 +144,7 @@ def _equal(task: Task, counts: Sequence[int]) -> Cuts:
     cuts[-1] = tokens
     ended = (chunk[:-1] >= number - capped - 1) & (np.arange(len(number)) % len(ROUNDINGS) >= FREE_ENDS)
     cuts[ended] = tokens
-    return cuts
+    return cuts[: 1 + int(np.count_nonzero(np.minimum.reduce(cuts, axis=1) < tokens))]
 
 
 def _capped(task: Task, cost: ChunkCost, count: int) -> int | None:
@@ -170,8 +172,9 @@ def _ramps(task: Task, counts: Sequence[int], ideal: float) -> Cuts:
     size = max(1, task.tokens // counts[len(counts) // 2])
     seconds = [one.seconds(task.cached + task.tokens // 2, size) for one in task.costs]
     slowest = seconds.index(max(seconds))
-    rising = _ratios(seconds[slowest], seconds[:slowest])
-    falling = _ratios(seconds[slowest], seconds[slowest + 1 :])
+    many = ideal > MANY_CHUNKS
+    rising = _ratios(seconds[slowest], seconds[:slowest], many)
+    falling = _ratios(seconds[slowest], seconds[slowest + 1 :], many)
     count, up, down, top = _shapes(len(counts), len(rising), len(falling))
     chunk = np.arange(max(counts))[:, None]
     behind = np.array(counts)[count] - 1 - chunk
@@ -190,10 +193,13 @@ def _shapes(counts: int, rising: int, falling: int) -> Numbers:
     return np.indices((counts, rising, falling, 2)).reshape(4, -1)
 
 
-def _ratios(slowest: float, others: Sequence[float]) -> list[float]:
+def _ratios(slowest: float, others: Sequence[float], many: bool) -> list[float]:
+    """Of `many` chunks a ramp is a small part: fewer are tried."""
     if not others:
         return [HUGE]
     ratio = min(slowest / max(*others, 1e-12), 4.0)
+    if many:
+        return sorted({max(1.03, ratio**0.33), max(1.05, ratio**0.5), max(1.1, ratio)})
     return sorted({max(1.05, ratio**0.5), max(1.1, ratio), max(1.2, ratio**2), HUGE})
 
 
@@ -235,14 +241,12 @@ def _few_chunks(task: Task) -> list[Cuts]:
 
 
 def _within_limits(task: Task, ideal: float, least: int, most: int) -> list[Cuts]:
-    """Where buffers, a latency bound or the least length say much: chunks that take all that these allow."""
+    """Where a latency bound or the least length say much: chunks that take all that these allow."""
     found: list[Chunks] = []
-    for count in _counts(task, ideal, least, most, (1.0,)):
-        chunks = evened(task, task.envelope, count)
-        if chunks is not None:
-            found.append(chunks)
-    if task.longest_seconds < inf and (longest := filled(task, task.costs, task.longest_seconds)) is not None:
-        found.append(longest)
+    if task.longest_seconds < inf:
+        equal = [evened(task, task.envelope, count) for count in _counts(task, ideal, least, most, (1.0,))]
+        longest = filled(task, task.costs, task.longest_seconds)
+        found += [chunks for chunks in (*equal, longest) if chunks is not None]
     # Near the least length the grid is too coarse for equal times: chunks of one length are other lists.
     if task.short or not found:
         found += [
@@ -256,7 +260,7 @@ def _repeated(task: Task, length: int) -> Chunks:
     return (length,) * whole + ((rest,) if rest else ())
 
 
-def _together(kinds: Sequence[Cuts], tokens: int) -> Cuts:
+def together(kinds: Sequence[Cuts], tokens: int) -> Cuts:
     """Lists of several kinds as one array; shorter ones repeat their end."""
     found = np.full((max(map(len, kinds)), sum(cuts.shape[1] for cuts in kinds)), float(tokens))
     column = 0

@@ -85,7 +85,8 @@ def forecasts(
 ) -> dict[Journey, Forecast]:
     """Of every journey whose parts were measured. `regret` None: those of both layouts lie everywhere."""
     found: dict[Journey, Forecast] = {}
-    reads = {layout: _prefill_seconds(task, costs, layout, plans[layout].chunks) for layout, _ in journeys}
+    prefills = {prefill for prefill, _ in journeys}
+    reads = {prefill: _prefill_seconds(task, costs, prefill, plans[prefill].chunks) for prefill in prefills}
     for journey in journeys:
         prefill, decode = journey
         read, written = reads[prefill], decode_seconds_of(task, costs, decode)
