@@ -129,7 +129,8 @@ def _free_makespans(worked: Iterator[Seconds], stages: int) -> Seconds:
         waited[1:] -= ended[:-1]
         ended += _running_maximum(waited)
     if stages == 1:
-        return ended[-1]
+        alone: Seconds = ended[-1]
+        return alone
     waited, last = ended, next(worked)
     waited[1:] -= last[:-1]
     total: Seconds = last[-1] + np.maximum.reduce(waited, axis=0)
