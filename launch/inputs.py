@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from ..proto.errors import InputError
-from .console import note
 
 MAX_INPUT_BYTES = 256 << 20  # far above any context; keeps a wrong path from filling the memory
 
@@ -81,12 +80,16 @@ def _next_piece(pipe: int, path: str, bytes_so_far: int) -> bytes:
                     "standard input (the file -) is waited for without end"
                 ) from None
             if silent_seconds:
-                note(f"waiting for {path}: {bytes_so_far} bytes so far, none in the last {silent_seconds:g} s")
+                _tell(f"waiting for {path}: {bytes_so_far} bytes so far, none in the last {silent_seconds:g} s")
             continue
         if piece or arrived or not _can_be_opened_yet(pipe):
             return piece
         if silent_seconds:
             raise InputError(f"cannot read {path}: nobody has opened it to write for {silent_seconds:g} s")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _can_be_opened_yet(pipe: int) -> bool:

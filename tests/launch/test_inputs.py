@@ -75,7 +75,7 @@ def test_a_writer_that_lives_is_waited_for_longer_than_one_that_never_came(monke
         else:
             os.write(writer, left)
 
-    monkeypatch.setattr(inputs, "note", writes_once_it_is_waited_for)
+    monkeypatch.setattr(inputs, "_tell", writes_once_it_is_waited_for)
     pieces = iter((b"slow ", b"but ", b"alive"))
     with shell_pipe() as (path, writer):
         assert read_text(path) == "slow but alive"
