@@ -5,6 +5,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+import torch
+
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.group.cluster import Cluster
@@ -28,6 +31,8 @@ class RunningGroups:
     loaded: dict[int, LoadResult] = field(default_factory=dict)  # of the model that is on so many workers now
 
     def cluster(self, workers: int) -> Cluster:
+        if self.device == "cuda" and (cards := torch.cuda.device_count()) < workers:
+            pytest.skip(f"{workers} workers take as many cards; here are {cards}")
         if workers not in self.clusters:
             cluster = local_cluster(workers=workers, device=self.device, threads_per_worker=1)
             self.clusters[workers] = self.stack.enter_context(cluster)

