@@ -146,9 +146,25 @@ def choose_layers(layer_seconds: Sequence[Seconds]) -> tuple[int, ...] | None:
     return lengths if gain > 1 + WORTH_IT else None
 
 
-def choose_parts(looks: Sequence[Look]) -> tuple[float, ...] | None:
-    """Of what was tried the quickest, the first look being at equal shares: None, those, where that gains little."""
+def whole_groups(shares: Sequence[float], kv_heads: int) -> tuple[float, ...] | None:
+    """The nearest shares, in hundredths, with which no KV head is read by two ranks; None: a rank would get none."""
+    exact = [share * kv_heads for share in shares]
+    heads = [floor(share + 1e-9) for share in exact]
+    order = sorted(range(len(shares)), key=lambda rank: heads[rank] - exact[rank])
+    for rank in order[: kv_heads - sum(heads)]:
+        heads[rank] += 1
+    return _in_steps([count / kv_heads for count in heads]) if min(heads, default=0) > 0 else None
+
+
+def choose_parts(looks: Sequence[Look], whole: Look | None = None) -> tuple[float, ...] | None:
+    """Of what was tried the quickest, the first look being at equal shares: None, those, where that gains little.
+
+    `whole`: a look at shares that cut no KV group in two. Such a cut costs each chunk its KV head twice, and that is
+    not seen in steps: unless it makes these quicker by more than noise may feign, there is to be none.
+    """
     best = min(looks, key=lambda look: look.slowest)
+    if whole is not None and whole.slowest <= best.slowest * (1 + WORTH_IT):
+        best = whole
     return best.shares if looks[0].slowest / best.slowest > 1 + WORTH_IT else None
 
 

@@ -12,7 +12,7 @@ from ..costs.measuring_plan import MeasuringPlan
 from ..driver import Driver
 from ..driver_settings import DriverSettings
 from ..group.cluster import Group
-from .auto_shares import AutoShares, Look, choose_layers, choose_parts, next_shares
+from .auto_shares import AutoShares, Look, choose_layers, choose_parts, next_shares, whole_groups
 from .sample_model import SampleModel, sample_model
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -49,7 +49,8 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
     """Load some layers of the model on all ranks, time them, and give them up again. With no model loaded.
 
     Parts are timed at equal shares, at those that suit the speeds, and once more: some of a part's time does not depend
-    on its size. `settings`: device and types as the model will be loaded with.
+    on its size. Then at the nearest ones that cut no KV group. `settings`: device and types as the model will be loaded
+    with.
     """
     sample = sample_model(spec, group.ranks)
     chunk = min(CHUNK_TOKENS["cpu" if settings.device == "cpu" else "cuda"], settings.max_chunk_tokens)
@@ -59,14 +60,23 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
     first = _timed(group, sample, small, equal, MeasuringPlan(((0, chunk),), steps=steps))
     layer_seconds = [one.layer_seconds() for one in first]
     looks = [Look(equal, tuple(one.step_seconds() for one in first))]
+
+    def look(shares: tuple[float, ...]) -> Look:
+        timed = _timed(group, sample, small, shares, MeasuringPlan((), steps=steps))
+        return Look(shares, tuple(one.step_seconds() for one in timed))
+
     for _ in range(FURTHER_LOOKS):
         shares = next_shares(looks)
-        if any(_are_near(shares, look.shares) for look in looks):
+        if any(_are_near(shares, one.shares) for one in looks):
             break
-        timed = _timed(group, sample, small, shares, MeasuringPlan((), steps=steps))
-        looks.append(Look(shares, tuple(one.step_seconds() for one in timed)))
+        looks.append(look(shares))
+    best = min(looks, key=lambda one: one.slowest).shares
+    uncut = whole_groups(best, spec.layers[0].kv_heads) if best != equal else None
+    whole = None
+    if uncut is not None:
+        whole = next((one for one in looks if _are_near(uncut, one.shares)), None) or look(uncut)
     return ProbedShares(
-        shares=AutoShares(choose_layers(layer_seconds), choose_parts(looks)),
+        shares=AutoShares(choose_layers(layer_seconds), choose_parts(looks, whole)),
         reading=_speeds([sum(seconds) for seconds in layer_seconds]),
         writing=_speeds(looks[0].seconds),
     )

@@ -17,6 +17,7 @@ from gearshift.coordinator.shares.auto_shares import (
     part_shares,
     slowest_stage,
     stage_lengths,
+    whole_groups,
 )
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.specs import layer_spec, model_spec
@@ -147,3 +148,32 @@ def test_f18_automatic_layer_counts_are_taken_by_the_placement_to_the_layer() ->
     counts = stage_lengths([[1.0] * 30, [1.7] * 30, [4.0] * 30])
     placement = place(model_spec([layer_spec()] * 30), 3, layer_shares=tuple(map(float, counts)))
     assert tuple(len(stage) for stage in placement.stages) == counts
+
+
+@pytest.mark.parametrize(
+    ("shares", "kv_heads", "expected"),
+    [
+        ((0.79, 0.21), 3, (0.67, 0.33)),
+        ((0.7, 0.3), 8, (0.75, 0.25)),
+        ((0.45, 0.35, 0.2), 8, (0.5, 0.38, 0.12)),
+        ((0.9, 0.1), 3, None),
+        ((0.5, 0.5), 1, None),
+        ((0.6, 0.4), 0, None),
+    ],
+)
+def test_the_nearest_shares_that_cut_no_kv_group_give_each_rank_whole_kv_heads(
+    shares: tuple[float, ...], kv_heads: int, expected: tuple[float, ...] | None
+) -> None:
+    found = whole_groups(shares, kv_heads)
+    assert found == expected
+    if found is not None:
+        cut = place(model_spec([layer_spec(3 * kv_heads, kv_heads, 1536)]), len(shares), tensor_shares=found)
+        ends = [part.query.end for part in cut.layers[0].parts]
+        assert all(end % 3 == 0 for end in ends)
+
+
+def test_parts_that_cut_a_kv_group_must_make_steps_quicker_by_more_than_noise() -> None:
+    looks = [Look((0.5, 0.5), (1.0, 2.0)), Look((0.79, 0.21), (1.5, 1.5))]
+    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.52))) == (0.67, 0.33)
+    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.56))) == (0.79, 0.21)
+    assert choose_parts(looks, None) == (0.79, 0.21)
