@@ -155,8 +155,8 @@ def told(cuts: Sequence[Cut], what: str, unit: str, all_layers: int) -> dict[str
     behind = automatic / middle[id(best)] - 1
     verdict = verdict_of(behind, noise)
     print(
-        f"  automatic is {behind:+.1%} from the best by hand ({best.name} {best.layers}, {best.share:.2f}); the same cut "
-        f"twice: {noise:.1%} apart, {apart:.1%} at most within one group. {verdict}"
+        f"  automatic is {behind:+.1%} from the best by hand ({best.name} {best.layers}, {best.share:.2f}); the same "
+        f"cut twice: {noise:.1%} apart, {apart:.1%} at most within one group. {verdict}"
     )
     return {
         "behind": round(behind, 4), "noise": round(noise, 4), "apart_in_a_group": round(apart, 4), "verdict": verdict,
