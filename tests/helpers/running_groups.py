@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
@@ -31,9 +30,9 @@ class RunningGroups:
     loaded: dict[int, LoadResult] = field(default_factory=dict)  # of the model that is on so many workers now
 
     def cluster(self, workers: int) -> Cluster:
-        if self.device == "cuda" and (cards := torch.cuda.device_count()) < workers:
-            pytest.skip(f"{workers} workers take as many cards; here are {cards}")
         if workers not in self.clusters:
+            if self.device == "cuda":
+                _need_cards(workers)
             cluster = local_cluster(workers=workers, device=self.device, threads_per_worker=1)
             self.clusters[workers] = self.stack.enter_context(cluster)
         return self.clusters[workers]
@@ -85,6 +84,13 @@ class RunningGroups:
         self.loaded[workers] = driver.load()
         self.drivers[workers] = key, driver
         return driver
+
+
+def _need_cards(workers: int) -> None:
+    import torch  # late: tests without cards do without it
+
+    if (cards := torch.cuda.device_count()) < workers:
+        pytest.skip(f"{workers} workers take as many cards; here are {cards}")
 
 
 @contextmanager
