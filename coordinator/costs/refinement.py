@@ -64,8 +64,9 @@ class FadingFit:
         usual = self._usual_seconds(values)
         unusual = abs(log(seconds / usual)) > log(UNUSUAL)
         weight = UNUSUAL_WEIGHT if unusual else 1.0
-        # Errors are relative to the longer of both: neither a stall nor a time that cannot be counts much.
-        scale = weight / (max(seconds, usual) if unusual else seconds) ** 2
+        # Errors are relative to what is usual: relative to what was observed, short times would count more than long
+        # ones, and predictions be too short by twice the square of the noise. A stall's are relative to itself.
+        scale = weight / max(usual, seconds if unusual else 0.0) ** 2
         self._matrix = FORGETTING * self._matrix + scale * np.outer(values, values)
         self._goal = FORGETTING * self._goal + scale * seconds * values
         self._weight = FORGETTING * self._weight + weight
