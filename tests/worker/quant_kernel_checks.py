@@ -4,6 +4,7 @@ On a machine with a CUDA device the kernels run there; without one, set TRITON_I
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from gearshift.tests.helpers.kernel_checks import DEVICE, INTERPRETED, relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
+from gearshift.worker.kernels.batch_kernels import usual_batch_tile
 from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
 
 
@@ -65,12 +67,46 @@ def check_pieces(rows: int, columns: int, room_rows: int) -> dict[str, Any]:
     }
 
 
+def check_together(types: Sequence[str], rows: int, columns: int, batch: int) -> bool:
+    """Whether pieces of several types in one launch give what launches apart with the same tile give, bit by bit."""
+    pieces = [
+        from_gguf(name, torch.from_numpy(random_rows(name, rows + number, columns, number)).to(DEVICE))
+        for number, name in enumerate(types)
+    ]
+    x, total = quant_ops.quantize(torch.randn(batch, columns, device=DEVICE)), sum(piece.rows for piece in pieces)
+    row_tile = quant_ops.usual_tile(total, columns // 64)
+    tile = row_tile if batch <= quant_ops.MOST_SINGLE else usual_batch_tile(total)
+    found = torch.full((batch, total + 3), float("nan"), device=DEVICE)
+    wanted = found.clone()
+    quant_ops.multiply_together(pieces, x, found[:, :total])
+    first = 0
+    for piece in pieces:
+        quant_ops.multiply(piece, x, wanted[:, first : first + piece.rows], tile)
+        first += piece.rows
+    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
 def main() -> int:
+    names = sorted(FORMATS)
+    together = [(pair, 5, 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
+    together += [(("Q4_K", "Q6_K"), 5, 512, 1), (("Q4_K", "Q6_K", "Q5_K"), 3, 5120, 1)]
+    together += [(("Q4_K", "Q6_K", "Q4_K"), 6, 256, 3)]
+    if not INTERPRETED:
+        together = [
+            (types, rows, columns, batch)
+            for types in (("Q4_K", "Q6_K"), ("Q6_K", "Q5_K"), ("Q4_K", "Q8_0", "Q5_1"))
+            for rows, columns in ((500, 4096), (4100, 512), (1100, 5120))
+            for batch in (1, 3, 16)
+        ]
+    bad = 0
+    for case in together:
+        right = check_together(*case)
+        bad += not right
+        print("together", *case, "right" if right else "wrong", flush=True)
     shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
     if not INTERPRETED:
         shapes = [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16), (9000, 2048, 11), (517, 5120, 1), (518, 13824, 1)]
     limits = {"product": 2e-6, "activations": 1e-2, "sums": 1e-5, "expanded": 1e-6, "gathered": 1e-6}
-    bad = 0
     for type_name in sorted(FORMATS):
         for rows, wanted_columns, batch in shapes:
             columns = 512 if wanted_columns % FORMATS[type_name].block_columns else wanted_columns
