@@ -14,7 +14,7 @@ from gearshift.tests.helpers.kernel_checks import DEVICE, INTERPRETED, relative_
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
 from gearshift.worker.kernels.batch_kernels import usual_batch_tile
-from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
+from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
 
 def sums_of_codes(x: quant_ops.QuantizedRows, rounded: torch.Tensor) -> float:
@@ -86,6 +86,28 @@ def check_together(types: Sequence[str], rows: int, columns: int, batch: int) ->
     return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
+def check_mixed(batch: int) -> dict[str, float]:
+    """A matrix of four pieces, one without planes, as a pass multiplies it and as a step does."""
+    columns, rows = 512, 6
+    planes = [
+        from_gguf(name, torch.from_numpy(random_rows(name, rows, columns, 3)).to(DEVICE))
+        for name in ("Q4_K", "Q6_K", "Q8_0")
+    ]
+    plain = torch.randn(rows, columns, device=DEVICE).bfloat16()
+    pieces = [*planes[:2], plain, planes[2]]
+    workspace = quant_matrix.Workspace(DEVICE, torch.bfloat16)
+    matrix = quant_matrix.QuantMatrix(pieces, 0, columns, 0, workspace)
+    x = torch.randn(batch, columns, device=DEVICE)
+    quantised = quant_ops.quantize(x)
+    out = torch.full((batch, 4 * rows), float("nan"), device=DEVICE)
+    matrix.multiply_quantized(quantised, out)
+    dense = torch.cat([dequantize(each) if isinstance(each, Planes) else each.float() for each in pieces]).double()
+    return {
+        "step": relative_error(out, quantised.expanded(torch.float64) @ dense.T),
+        "pass": relative_error(matrix(x), x.double() @ dense.T),
+    }
+
+
 def main() -> int:
     names = sorted(FORMATS)
     together = [(pair, 5, 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
@@ -103,6 +125,11 @@ def main() -> int:
         right = check_together(*case)
         bad += not right
         print("together", *case, "right" if right else "wrong", flush=True)
+    for batch in (1, 3):
+        errors = check_mixed(batch)
+        right = all(error < 1e-2 for error in errors.values())
+        bad += not right
+        print("mixed", batch, "right" if right else "wrong", errors, flush=True)
     shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
     if not INTERPRETED:
         shapes = [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16), (9000, 2048, 11), (517, 5120, 1), (518, 13824, 1)]

@@ -17,7 +17,6 @@ four where scales span 16 columns).
 from ...proto.device_sizes import MOST_ROWS, SPAN
 from .quant_planes import PlaneFormat
 
-# What no type changes.
 INSTRUCTIONS = r"""
 // Integer sums that start at 0x4B400000 are, read as a float, 12582912 + sum: that saves the slow conversion.
 #define MAGIC 0x4B400000
@@ -103,8 +102,7 @@ __device__ __forceinline__ unsigned stream_half(const void* from) {
 
 """
 
-# The tiles of a type's rows.
-PRODUCT = r"""
+SOURCE = r"""
 #define WORDS (BITS / 2)  // of a thread's codes, of one row and 64 columns
 #define FACTORS (KIND == 3 ? 2 : 1)  // words of factors, of one row and 64 columns
 #define LEAST (KIND != 2 || ZERO != 0)
@@ -371,7 +369,7 @@ def source(form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: 
     `tile`: 16 matrix rows a block so many times, most warps of a block, blocks that must fit a multiprocessor at once
     (which bounds registers).
     """
-    return defines(tile_facts(tile, rows_of_eight, whole) | type_facts(form)) + INSTRUCTIONS + PRODUCT + ENTRY
+    return defines(tile_facts(tile, rows_of_eight, whole) | type_facts(form)) + INSTRUCTIONS + SOURCE + ENTRY
 
 
 def type_facts(form: PlaneFormat) -> dict[str, int]:

@@ -7,7 +7,7 @@ only matrices of one tensor are, and these have one type.
 
 from collections.abc import Sequence
 
-from .batch_source import INSTRUCTIONS, PRODUCT, defines, tile_facts, type_facts
+from .batch_source import INSTRUCTIONS, SOURCE, defines, tile_facts, type_facts
 from .quant_planes import PlaneFormat
 
 HEAD = """
@@ -36,7 +36,7 @@ def grouped_source(forms: Sequence[PlaneFormat], tile: tuple[int, ...], rows_of_
     for number, form in enumerate(forms):
         facts = type_facts(form)
         undone = "".join(f"#undef {name}\n" for name in facts)
-        parts.append(f"{defines(facts)}namespace piece_{number} {{{PRODUCT}}}\n{undone}")
+        parts.append(f"{defines(facts)}namespace piece_{number} {{{SOURCE}}}\n{undone}")
     arguments = "".join(ARGUMENTS.format(n=number) for number in range(len(forms)))
     branches = "".join(BRANCH.format(n=number) for number in range(len(forms)))
     return "".join(parts) + HEAD.format(arguments=arguments) + branches + "}\n"

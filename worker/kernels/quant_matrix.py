@@ -123,12 +123,11 @@ class QuantMatrix:
         first = 0
         for pieces in launches(self.pieces, _in_planes):
             columns = out[:, first : first + sum(map(_rows, pieces))]
-            if planes := [piece for piece in pieces if isinstance(piece, Planes)]:
+            if isinstance(pieces[0], Tensor):
+                columns.copy_(dense(pieces[0]))
+            else:
                 assert x is not None
-                quant_ops.multiply_together(planes, x, columns)
-            for piece in pieces:
-                if isinstance(piece, Tensor):
-                    columns.copy_(dense(piece))
+                quant_ops.multiply_together(pieces, x, columns)
             first += columns.shape[1]
 
     def padded(self, x_TC: Tensor) -> Tensor:

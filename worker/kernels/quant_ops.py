@@ -19,7 +19,7 @@ from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
 from .exchange import Exchange
 from .grouped_triton import multiply_pieces
 from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
-from .quant_planes import Planes, ScaleKind, dequantize
+from .quant_planes import Piece, Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,18 +120,20 @@ def multiply(
         _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
 
 
-def multiply_together(pieces: Sequence[Planes], x: QuantizedRows, out: Tensor) -> None:
-    """`multiply` of matrices of any types below one another, 1 to MOST_TOGETHER: in one launch.
+def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) -> None:
+    """`multiply` of quantised matrices below one another in one launch: of one, or of up to MOST_TOGETHER planes.
 
     The tile is that of all their rows; results are those of launches apart with that tile.
     """
-    if len(pieces) == 1:
-        multiply(pieces[0], x, out)
+    planes = [piece for piece in pieces if isinstance(piece, Planes)]
+    assert len(planes) == len(pieces), "pieces without planes are multiplied alone"
+    if len(planes) == 1:
+        multiply(planes[0], x, out)
         return
-    rows, columns = sum(piece.rows for piece in pieces), pieces[0].columns
-    tops = accumulate((piece.rows for piece in pieces), initial=0)
+    rows, columns = sum(piece.rows for piece in planes), planes[0].columns
+    tops = accumulate((piece.rows for piece in planes), initial=0)
     # The dearest first, so that none of them is the last to begin; and types in one order are one kernel.
-    placed = sorted(zip(pieces, tops, strict=False), key=lambda place: order_of_types(place[0].format))
+    placed = sorted(zip(planes, tops, strict=False), key=lambda place: order_of_types(place[0].format))
     if x.rows <= MOST_SINGLE:
         _multiply_row_together(placed, x, out, usual_tile(rows, columns // 64))
     elif EMULATED:
