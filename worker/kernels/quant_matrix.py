@@ -114,7 +114,7 @@ class QuantMatrix:
             return
         first = 0
         for piece in self.pieces:
-            assert isinstance(piece, Planes)
+            assert not isinstance(piece, Tensor)
             quant_ops.multiply(piece, x, out[:, first : first + piece.rows], sent=Sent(to, first))
             first += piece.rows
 

@@ -125,11 +125,12 @@ def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) ->
 
     The tile is that of all their rows; results are those of launches apart with that tile.
     """
-    planes = [piece for piece in pieces if isinstance(piece, Planes)]
-    assert len(planes) == len(pieces), "pieces without planes are multiplied alone"
-    if len(planes) == 1:
-        multiply(planes[0], x, out)
+    if len(pieces) == 1:
+        assert not isinstance(pieces[0], Tensor)
+        multiply(pieces[0], x, out)
         return
+    planes = [piece for piece in pieces if isinstance(piece, Planes)]
+    assert len(planes) == len(pieces), "what has no planes is multiplied alone"
     rows, columns = sum(piece.rows for piece in planes), planes[0].columns
     tops = accumulate((piece.rows for piece in planes), initial=0)
     # The dearest first, so that none of them is the last to begin; and types in one order are one kernel.

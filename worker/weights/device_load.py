@@ -15,7 +15,7 @@ from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels
 from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
-from ..kernels.quant_planes import Piece, Planes, has_planes, sort_by_rows, stack
+from ..kernels.quant_planes import FORMATS, Piece, Planes, has_planes, sort_by_rows, stack
 from .load import Cut
 from .mapped_file import MappedModel
 from .plane_bytes import stacked_pieces
@@ -68,8 +68,8 @@ class DeviceLoader:
         """Begin to compile what these will be multiplied by, while they are read."""
         together: dict[batch_kernels.Launch, None] = {}
         for cuts in matrices:
-            for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] is not None):
-                planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind is not None)
+            for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] in FORMATS):
+                planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind in FORMATS)
                 together |= {planes: None} if planes else {}
         batch_kernels.compile_ahead(together, rank, ranks, self._device)
 
