@@ -127,7 +127,7 @@ def main() -> int:
         print("together", *case, "right" if right else "wrong", flush=True)
     for batch in (1, 3):
         errors = check_mixed(batch)
-        right = all(error < 1e-2 for error in errors.values())
+        right = errors["step"] < 5e-3 and errors["pass"] < 5e-2  # bf16 of what is plain; int8 of activations
         bad += not right
         print("mixed", batch, "right" if right else "wrong", errors, flush=True)
     shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
