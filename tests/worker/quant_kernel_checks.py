@@ -67,11 +67,11 @@ def check_pieces(rows: int, columns: int, room_rows: int) -> dict[str, Any]:
     }
 
 
-def check_together(types: Sequence[str], rows: int, columns: int, batch: int) -> bool:
+def check_together(types: Sequence[str], rows: Sequence[int], columns: int, batch: int) -> bool:
     """Whether pieces of several types in one launch give what launches apart with the same tile give, bit by bit."""
     pieces = [
-        from_gguf(name, torch.from_numpy(random_rows(name, rows + number, columns, number)).to(DEVICE))
-        for number, name in enumerate(types)
+        from_gguf(name, torch.from_numpy(random_rows(name, count, columns, number)).to(DEVICE))
+        for number, (name, count) in enumerate(zip(types, rows, strict=True))
     ]
     x, total = quant_ops.quantize(torch.randn(batch, columns, device=DEVICE)), sum(piece.rows for piece in pieces)
     row_tile = quant_ops.usual_tile(total, columns // 64)
@@ -110,14 +110,14 @@ def check_mixed(batch: int) -> dict[str, float]:
 
 def main() -> int:
     names = sorted(FORMATS)
-    together = [(pair, 5, 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
-    together += [(("Q4_K", "Q6_K"), 5, 512, 1), (("Q4_K", "Q6_K", "Q5_K"), 3, 5120, 1)]
-    together += [(("Q4_K", "Q6_K", "Q4_K"), 6, 256, 3)]
+    together = [(pair, (5, 6), 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
+    together += [(("Q4_K", "Q6_K"), (6, 4), 512, 1), (("Q4_K", "Q6_K", "Q5_K"), (3, 4, 5), 5120, 1)]
+    together += [(("Q4_K", "Q6_K", "Q4_K"), (6, 7, 8), 256, 3)]
     if not INTERPRETED:
         together = [
-            (types, rows, columns, batch)
+            (types, rows[: len(types)], columns, batch)
             for types in (("Q4_K", "Q6_K"), ("Q6_K", "Q5_K"), ("Q4_K", "Q8_0", "Q5_1"))
-            for rows, columns in ((500, 4096), (4100, 512), (1100, 5120))
+            for rows, columns in (((2560, 512, 37), 4096), ((8200, 4099, 17), 512), ((1100, 300, 100), 5120))
             for batch in (1, 3, 16)
         ]
     bad = 0
