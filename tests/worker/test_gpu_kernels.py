@@ -30,7 +30,9 @@ card = int(sys.argv[1])
 half = "*fp16" if card < 80 else "*bf16"  # what it computes in
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import draw_triton, exchange_triton, parcel_triton, quant_triton, step_triton
+from gearshift.worker.kernels import draw_triton, exchange_triton, grouped_triton, parcel_triton
+from gearshift.worker.kernels import quant_triton, step_triton
+from gearshift.worker.kernels.batch_source import type_facts
 from gearshift.worker.kernels.cards import split_tile
 from gearshift.worker.kernels.quant_planes import FORMATS
 
@@ -51,6 +53,14 @@ def sources():
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
+    for together in (("Q6_K", "Q4_K"), ("Q8_0", "Q6_K", "Q5_K")):
+        types, constants = {"xq": "*i32"}, dict(PIECES=len(together), K=4096, BN=2, G=64, EMULATED=False)
+        for n, form in enumerate(map(FORMATS.get, (*together, together[0])[:3])):
+            types |= dict.fromkeys((f"codes_{n}", f"high_{n}", f"scales_{n}", f"supers_{n}"), "*i32")
+            types |= {f"first_{n}": "i32", f"N_{n}": "i32"}
+            types |= {f"supers_{n}": "*fp16"} if form.name == "Q6_K" else {}
+            constants |= {f"{fact}_{n}": value for fact, value in type_facts(form).items()}
+        yield source(grouped_triton.multiply_pieces, types, constants)
     for ranks, parts in ((4, 1), (1, 2)):
         yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32", normed=half,
             xq="*i8", halves="*fp16", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
@@ -137,6 +147,7 @@ COMPILE_CUDA = """
 import sys
 from gearshift.worker.kernels import batch_source
 from gearshift.worker.kernels.cuda_source import Compiler
+from gearshift.worker.kernels.grouped_source import grouped_source
 from gearshift.worker.kernels.quant_planes import FORMATS
 
 compiler = Compiler(f"sm_{sys.argv[1]}")
@@ -144,6 +155,9 @@ for form in FORMATS.values():
     for tile, whole in (((1, 8, 2), True), ((1, 16, 1), True), ((1, 8, 2), False)):
         assert compiler.image(batch_source.source(form, tile, 2, whole)).startswith(bytes((127, *b"ELF")))
         print(batch_source.shared_bytes(tile, 2))
+for names, whole in ((("Q6_K", "Q4_K"), True), (("Q6_K", "Q5_K", "Q8_0"), True), (("Q5_0", "Q4_1"), False)):
+    image = compiler.image(grouped_source([FORMATS[name] for name in names], (1, 8, 2), 2, whole))
+    assert image.startswith(bytes((127, *b"ELF")))
 """
 
 

@@ -13,8 +13,9 @@ from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels
+from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
-from ..kernels.quant_planes import Piece, Planes, has_planes, sort_by_rows, stack
+from ..kernels.quant_planes import FORMATS, Piece, Planes, has_planes, sort_by_rows, stack
 from .load import Cut
 from .mapped_file import MappedModel
 from .plane_bytes import stacked_pieces
@@ -65,9 +66,12 @@ class DeviceLoader:
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
-        pieces = [piece for cuts in matrices for piece in stacked_pieces(cuts)]
-        planes = dict.fromkeys((kind, rows, columns) for kind, rows, columns in pieces if kind is not None)
-        batch_kernels.compile_ahead(planes, rank, ranks, self._device)
+        together: dict[batch_kernels.Launch, None] = {}
+        for cuts in matrices:
+            for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] in FORMATS):
+                planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind in FORMATS)
+                together |= {planes: None} if planes else {}
+        batch_kernels.compile_ahead(together, rank, ranks, self._device)
 
     def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
         """The cuts below one another. Types without planes are held in the compute type."""
