@@ -177,7 +177,7 @@ def run(arguments: list[str], **variables: str) -> str:
 def test_what_a_card_takes_is_imported_without_torchs_compiler() -> None:
     """It would take seconds, beside a load that Python's lock lets wait for it."""
     asked = "import sys, gearshift.worker.device_model; print('torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", asked], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", asked], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "False", done.stdout + done.stderr
 
 
