@@ -48,7 +48,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report-fd", type=int, required=True, help="where AgentLine lines are written")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True, help="CPU threads of each worker")
-    parser.add_argument("--import-ahead", action="append", default=[], help="a module that the workers will import")
+    parser.add_argument(
+        "--import-ahead", action="append", default=[], help="a module that the workers will import"
+    )
     return parser.parse_args(arguments)
 
 

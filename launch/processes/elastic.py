@@ -47,7 +47,11 @@ class LoopbackRendezvous(RendezvousHandler):
     def serve(self) -> None:
         """Let the workers meet; from here on this process has threads."""
         self._store = TCPStore(
-            LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener.detach()
+            LOOPBACK,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
         )
 
     def get_backend(self) -> str:

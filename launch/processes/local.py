@@ -171,7 +171,9 @@ class LocalLaunch:
     def _start(self) -> None:
         agent = None if self._ahead is None else self._ahead.take()
         if agent is None:
-            agent = WaitingAgent.start(self._threads, IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ())
+            agent = WaitingAgent.start(
+                self._threads, IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
+            )
         self._agent = agent
         self._watch = AgentWatch(agent.report, agent.process, agent.run_folder.path)
         agent.order(Order(self._workers, self._group, self._worker_module, self._worker_arguments()))
@@ -187,7 +189,9 @@ class LocalLaunch:
         # Open descriptors first: once the agent is gone a pid might already name another process.
         if self._watch is not None:
             self._watch.poll()
-        workers = _open_pids(self._watch.worker_pids if self._watch is not None and agent.poll() is None else ())
+        workers = _open_pids(
+            self._watch.worker_pids if self._watch is not None and agent.poll() is None else ()
+        )
         agent.kill()
         _kill_and_wait(workers, KILL_SECONDS)
         with suppress(subprocess.TimeoutExpired):

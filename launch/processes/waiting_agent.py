@@ -92,8 +92,17 @@ def agent_ahead(threads: int) -> Iterator[AgentAhead]:
             agent.discard()
 
 
-def _command(run_folder: RunFolder, report_fd: int, threads: int, import_ahead: Sequence[str]) -> tuple[str, ...]:
+def _command(
+    run_folder: RunFolder, report_fd: int, threads: int, import_ahead: Sequence[str]
+) -> tuple[str, ...]:
     # -P: a file in the user's folder that is called like one of our imports must not be taken for it.
-    agent = (sys.executable, "-P", "-m", "gearshift.launch.processes.agent", "--run-folder", str(run_folder.path))
+    agent = (
+        sys.executable,
+        "-P",
+        "-m",
+        "gearshift.launch.processes.agent",
+        "--run-folder",
+        str(run_folder.path),
+    )
     names = ("--report-fd", str(report_fd), "--parent-pid", str(os.getpid()), "--threads", str(threads))
     return (*agent, *names, *(word for module in import_ahead for word in ("--import-ahead", module)))
