@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...proto.device_table import CARDS_VARIABLE, CardQuery, cards_as_text
 from ...proto.library_environment import set_library_environment
 from ...proto.processes import die_with_parent
 from .agent_lines import Order
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent(options.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     set_library_environment(os.environ, options.threads)
+    cards = None if options.device == "cpu" else CardQuery()
     from .elastic import ForkingAgent  # late: torch reads the environment as it is loaded, and takes seconds
 
     for module in options.import_ahead:
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             importlib.import_module(module)
     if (order := _read_order()) is None:
         return 0
+    if cards is not None:
+        os.environ[CARDS_VARIABLE] = cards_as_text(cards.result())
     gc.freeze()  # what is imported stays: a collection in a worker need not touch, and so copy, its pages
     agent = ForkingAgent(order, ForkedWorkers(options.report_fd, Path(options.run_folder)))
     return 1 if agent.run().is_failed() else 0
@@ -48,6 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report-fd", type=int, required=True, help="where AgentLine lines are written")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True, help="CPU threads of each worker")
+    parser.add_argument("--device", required=True, help="where the workers compute: auto, cpu or cuda")
     parser.add_argument(
         "--import-ahead", action="append", default=[], help="a module that the workers will import"
     )

@@ -22,14 +22,16 @@ from ...proto.ids import Rank
 from .agent_lines import AgentLine, Ended, Order, Started, last_lines, signal_name
 from .run_logs import AGENT_LOG
 from .signals import signals_ignored
-from .waiting_agent import IMPORTED_AHEAD, KILL_SECONDS, WORKER_MODULE, AgentAhead, WaitingAgent
+from .waiting_agent import (
+    IMPORTED_AHEAD,
+    KILL_SECONDS,
+    WORKER_MODULE,
+    AgentAhead,
+    WaitingAgent,
+    default_threads,
+)
 
 CLEAN_END_SECONDS = 5.0  # for workers that were told to end
-
-
-def default_threads(workers: int) -> int:
-    """CPU threads of each worker: the cores this process may use, shared out."""
-    return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 class AgentWatch:
@@ -171,9 +173,8 @@ class LocalLaunch:
     def _start(self) -> None:
         agent = None if self._ahead is None else self._ahead.take()
         if agent is None:
-            agent = WaitingAgent.start(
-                self._threads, IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
-            )
+            modules = IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
+            agent = WaitingAgent.start(self._threads, self._device, modules)
         self._agent = agent
         self._watch = AgentWatch(agent.report, agent.process, agent.run_folder.path)
         agent.order(Order(self._workers, self._group, self._worker_module, self._worker_arguments()))

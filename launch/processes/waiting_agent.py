@@ -21,6 +21,11 @@ IMPORTED_AHEAD = ("gearshift.worker.loop",)
 KILL_SECONDS = 3.0  # for the kernel to end what was killed
 
 
+def default_threads(workers: int) -> int:
+    """CPU threads of each worker: the cores this process may use, shared out."""
+    return max(1, len(os.sched_getaffinity(0)) // workers)
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingAgent:
     """Started from this process; whoever takes it ends it. `report` is where it writes `AgentLine`s."""
@@ -30,13 +35,13 @@ class WaitingAgent:
     run_folder: RunFolder
 
     @classmethod
-    def start(cls, threads: int, import_ahead: Sequence[str] = IMPORTED_AHEAD) -> Self:
+    def start(cls, threads: int, device: str, import_ahead: Sequence[str] = IMPORTED_AHEAD) -> Self:
         """From a thread that outlives it. `threads`: of each worker on the CPU."""
         run_folder = open_run_folder(logs_folder(), current_settings().whole_number("kept_runs"))
         read_end, write_end = os.pipe()
         try:
             process = subprocess.Popen(
-                _command(run_folder, write_end, threads, import_ahead),
+                _command(run_folder, write_end, threads, device, import_ahead),
                 stdin=subprocess.PIPE,
                 stdout=run_folder.agent_log,
                 stderr=run_folder.agent_log,
@@ -82,9 +87,9 @@ class AgentAhead:
 
 
 @contextmanager
-def agent_ahead(threads: int) -> Iterator[AgentAhead]:
+def agent_ahead(workers: int, threads: int | None, device: str) -> Iterator[AgentAhead]:
     """Begin now what takes seconds and depends on no model; discarded on leaving where nobody has taken it."""
-    ahead = AgentAhead(WaitingAgent.start(threads))
+    ahead = AgentAhead(WaitingAgent.start(threads or default_threads(workers), device))
     try:
         yield ahead
     finally:
@@ -93,7 +98,7 @@ def agent_ahead(threads: int) -> Iterator[AgentAhead]:
 
 
 def _command(
-    run_folder: RunFolder, report_fd: int, threads: int, import_ahead: Sequence[str]
+    run_folder: RunFolder, report_fd: int, threads: int, device: str, import_ahead: Sequence[str]
 ) -> tuple[str, ...]:
     # -P: a file in the user's folder that is called like one of our imports must not be taken for it.
     agent = (
@@ -104,5 +109,11 @@ def _command(
         "--run-folder",
         str(run_folder.path),
     )
-    names = ("--report-fd", str(report_fd), "--parent-pid", str(os.getpid()), "--threads", str(threads))
-    return (*agent, *names, *(word for module in import_ahead for word in ("--import-ahead", module)))
+    names = ("--report-fd", str(report_fd), "--parent-pid", str(os.getpid()))
+    settings = ("--threads", str(threads), "--device", device)
+    return (
+        *agent,
+        *names,
+        *settings,
+        *(word for module in import_ahead for word in ("--import-ahead", module)),
+    )
