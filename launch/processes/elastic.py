@@ -8,6 +8,7 @@ begins to listen behind the fork; its port is known before, and those that come 
 import os
 import signal
 import socket
+from typing import Any
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # exported, though torch does not say so
 from torch.distributed.elastic.agent.server.api import (
@@ -18,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -128,6 +130,10 @@ class ForkingAgent(SimpleElasticAgent):
             for one in worker_group.workers
             if (code := codes.get(one.global_rank, 0)) != 0
         }
+
+    def _construct_event(self, state: str, source: EventSource, *more: Any, **further: Any) -> Event:
+        """Nobody reads them; elastic's own look this host's name up for each, which takes seconds where no DNS answers."""
+        return Event(state, source)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._workers.end()

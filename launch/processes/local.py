@@ -185,8 +185,7 @@ class LocalLaunch:
 
     def _end(self, agent: "subprocess.Popen[bytes]", kill: bool) -> None:
         if not kill:
-            with suppress(subprocess.TimeoutExpired):
-                agent.wait(CLEAN_END_SECONDS)
+            _wait(agent, CLEAN_END_SECONDS)
         # Open descriptors first: once the agent is gone a pid might already name another process.
         if self._watch is not None:
             self._watch.poll()
@@ -195,8 +194,7 @@ class LocalLaunch:
         )
         agent.kill()
         _kill_and_wait(workers, KILL_SECONDS)
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(KILL_SECONDS)
+        _wait(agent, KILL_SECONDS)
 
 
 @contextmanager
@@ -250,6 +248,20 @@ def _state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> None:
+    """Until our child has ended, and is reaped. `Popen.wait` looks every 50 ms: some of that at the end of each run."""
+    if process.poll() is not None:
+        return
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if poller.poll(timeout_seconds * 1000):
+            process.wait()
+    finally:
+        os.close(descriptor)
 
 
 def _open_pids(pids: Sequence[int]) -> tuple[int, ...]:
