@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent(options.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     set_library_environment(os.environ, options.threads)
+    gc.disable()  # what is imported stays; to look for what has gone among it would take a tenth of the time
     cards = None if options.device == "cpu" else CardQuery()
     from .elastic import ForkingAgent  # late: torch reads the environment as it is loaded, and takes seconds
 
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if cards is not None:
         os.environ[CARDS_VARIABLE] = cards_as_text(cards.result())
-    gc.freeze()  # what is imported stays: a collection in a worker need not touch, and so copy, its pages
+    gc.freeze()  # a collection in a worker need not touch, and so copy, the pages of what was imported
+    gc.enable()
     agent = ForkingAgent(order, ForkedWorkers(options.report_fd, Path(options.run_folder)))
     return 1 if agent.run().is_failed() else 0
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -132,7 +132,7 @@ class ForkingAgent(SimpleElasticAgent):
         }
 
     def _construct_event(self, state: str, source: EventSource, *more: Any, **further: Any) -> Event:
-        """Nobody reads them; elastic's own look this host's name up for each, which takes seconds where no DNS answers."""
+        """Nobody reads them, and elastic's own ask DNS for this host's name each time: seconds, where none answers."""
         return Event(state, source)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
