@@ -2,8 +2,10 @@
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+import msgspec
 from msgspec import Struct
 
 from .visible_devices import DeviceRow
@@ -14,6 +16,7 @@ FIELDS = (
     "memory.total",
 )  # fmt: skip
 TIMEOUT_SECONDS = 30.0
+CARDS_VARIABLE = "GEARSHIFT_CARD_TABLE"  # set for workers by the agent that forks them
 
 
 class CardRow(Struct, frozen=True):
@@ -30,17 +33,49 @@ class CardRow(Struct, frozen=True):
     total_bytes: int | None = None
 
 
+class CardQuery:
+    """Asks at once; `result`, to be called once, waits for the answer. It can take a second."""
+
+    def __init__(self) -> None:
+        self._asked: subprocess.Popen[str] | None = None
+        if (program := shutil.which("nvidia-smi")) is None:
+            return
+        command = (program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+        with suppress(OSError):
+            self._asked = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+
+    def result(self) -> tuple[CardRow, ...]:
+        """The cards, in the order of the PCI bus; none where there is no `nvidia-smi` or it fails."""
+        if self._asked is None:
+            return ()
+        with self._asked as asked:
+            try:
+                told, _ = asked.communicate(timeout=TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                asked.kill()
+                return ()
+        return parse_cards(told.splitlines()) if asked.returncode == 0 else ()
+
+
 def read_cards() -> tuple[CardRow, ...]:
     """The cards, in the order of the PCI bus; none where there is no `nvidia-smi` or it fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    command = (program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_cards(done.stdout.splitlines())
+    return CardQuery().result()
+
+
+def cards_as_text(cards: tuple[CardRow, ...]) -> str:
+    return msgspec.json.encode(cards).decode()
+
+
+def cards_told(environment: Mapping[str, str]) -> tuple[CardRow, ...] | None:
+    """Those that whoever started this process has read just before; None: nobody has."""
+    text = environment.get(CARDS_VARIABLE)
+    return None if text is None else msgspec.json.decode(text, type=tuple[CardRow, ...])
 
 
 def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:

@@ -10,8 +10,8 @@ FOLDERS = ("proto", "coordinator", "worker", "launch")
 
 # An outside module, and the files or folders (relative to the root) that alone may import it.
 OWNERS = {
-    "torch": ("worker/", "launch/processes/agent.py"),
-    "torch.distributed": ("worker/links/", "launch/processes/agent.py"),
+    "torch": ("worker/", "launch/processes/elastic.py"),
+    "torch.distributed": ("worker/links/", "launch/processes/elastic.py"),
     "triton": ("worker/kernels/",),
     "zmq": ("proto/channel/",),
     "msgspec.msgpack": ("proto/codec.py",),

@@ -24,6 +24,7 @@ from ..proto.commands import Redirect, Refuse, Welcome
 from ..proto.errors import GearshiftError, InputError, ProtocolError, WorkerLostError
 from ..proto.ids import ComputeType, Rank
 from ..proto.keys import KeyPair, read_keys
+from ..proto.library_environment import THREAD_VARIABLES, set_library_environment
 from ..proto.probe import usual_compute_type
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from .faults import Fault
 
 WELCOME_TIMEOUT_SECONDS = 60.0
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-ONEDNN_KEPT_SHAPES = "128"
-BARRIER_SPINS = "3000"  # some 0.1 ms; GNU OpenMP's own are 300,000
 
 MainLoop: TypeAlias = Callable[[WorkerChannel, int, int, str, Progress, str], None]
 
@@ -85,7 +82,7 @@ def worker_process(
     options = _parse(arguments)
     die_with_parent(options.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the coordinator decides
-    _set_threads(options.threads)
+    set_library_environment(os.environ, options.threads)  # before torch is imported
     try:
         place = _place()
         keys = None if options.key_file is None else read_keys(Path(options.key_file))
@@ -205,18 +202,6 @@ def _place() -> WorkerPlace:
     except (KeyError, ValueError) as error:
         raise InputError(f"a worker is started by torchrun, which sets {', '.join(names)}: {error}") from error
     return WorkerPlace(Rank(rank), local_rank, local_world_size, world_size)
-
-
-def _set_threads(threads: int | None) -> None:
-    """Before torch is imported: its thread pools read the environment once."""
-    if threads is not None:
-        for name in THREAD_VARIABLES:
-            os.environ[name] = str(threads)
-    # oneDNN keeps a compiled product (about 0.6 MiB) for every shape it has met: 1,024 of them by default.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KEPT_SHAPES)
-    # Threads that wait for one whose core has other work burn the time it needs: a step of 300 products takes seconds.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", BARRIER_SPINS)
 
 
 def _find_device(wanted: str, place: WorkerPlace) -> Device:

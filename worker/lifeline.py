@@ -25,6 +25,7 @@ class Lifeline:
         self._watch = channel.watch_connection()
         self._parent_pid = os.getppid()
         self._stop = threading.Event()
+        self._wake = os.eventfd(0)  # a good end need not wait for the thread's next look
         self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
 
     def __enter__(self) -> Self:
@@ -35,12 +36,14 @@ class Lifeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
+        os.close(self._wake)
         self._watch.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self._watch.is_lost(_LOOK_SECONDS):
+            if self._watch.is_lost(_LOOK_SECONDS, (self._wake,)):
                 gone = "the coordinator is gone"
                 refused = "the coordinator refused the connection: is its key file the same?"
                 self._end(gone if self._watch.stood else refused, GRACE_SECONDS)

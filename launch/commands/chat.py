@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from ...proto.errors import InputError
 from ..chat.setup import first_messages, open_format, parse_template_options
 from ..console import note, warn
+from ..processes.waiting_agent import agent_ahead
 from ..settings import flags
 from ..settings.options import (
     GROUP_FLAGS,
@@ -84,7 +85,6 @@ def chat(
     from ..chat.backend import LocalChat
     from ..chat.loop import HELP, converse
     from ..chat.terminal import ChatTerminal
-    from ..start.session_setup import open_model, open_session, wish_context
 
     stops, options = parse_stops(stop), parse_template_options(template_option or ())
     first = first_messages(system, messages)
@@ -105,37 +105,46 @@ def chat(
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
-    again = allowed_restarts(restarts, USUAL_RESTARTS)
-    layouts = layout_settings(prefill, decode, chunk)
-    opened = open_model(model)
-    sampling = choose_sampling(
-        opened.files.metadata,
-        sampling_flags,
-        logit_bias=logit_bias or (),
-    )
-    validate(sampling.parameters, opened.spec.vocab)
-    with open_format(opened, template) as chat_format:
-        first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
-        asked = current_settings({"context": context}).whole_number_or_none("context")
-        context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
-        with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
-            for warning in sampling.warnings:
-                warn(warning)
-            note(sampling.told)
-            backend = LocalChat(
-                driver=session.driver,
-                format=chat_format,
-                options=options,
-                sampling=sampling.parameters,
-                layouts=layouts,
-                stops=stops,
-                max_tokens=max_tokens,
-                stop_tokens=opened.tokenizer.end_of_generation,
-                context_tokens=session.driver.settings.context_tokens,
-            )
-            terminal = ChatTerminal()
-            terminal.tell(HELP)
-            converse(backend, terminal, first)
+    with agent_ahead(settings.workers, settings.threads, settings.device) as ahead:
+        from ..start.session_setup import (  # late: while the agent imports torch
+            open_model,
+            open_session,
+            wish_context,
+        )
+
+        again = allowed_restarts(restarts, USUAL_RESTARTS)
+        layouts = layout_settings(prefill, decode, chunk)
+        opened = open_model(model)
+        sampling = choose_sampling(
+            opened.files.metadata,
+            sampling_flags,
+            logit_bias=logit_bias or (),
+        )
+        validate(sampling.parameters, opened.spec.vocab)
+        with open_format(opened, template) as chat_format:
+            first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
+            asked = current_settings({"context": context}).whole_number_or_none("context")
+            context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
+            with open_session(
+                opened, settings, layouts, context_wish, trace_path=trace, restarts=again, ahead=ahead
+            ) as session:
+                for warning in sampling.warnings:
+                    warn(warning)
+                note(sampling.told)
+                backend = LocalChat(
+                    driver=session.driver,
+                    format=chat_format,
+                    options=options,
+                    sampling=sampling.parameters,
+                    layouts=layouts,
+                    stops=stops,
+                    max_tokens=max_tokens,
+                    stop_tokens=opened.tokenizer.end_of_generation,
+                    context_tokens=session.driver.settings.context_tokens,
+                )
+                terminal = ChatTerminal()
+                terminal.tell(HELP)
+                converse(backend, terminal, first)
 
 
 def _chat_remotely(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ...proto.errors import InputError, RequestFailedError
 from ..chat.setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
+from ..processes.waiting_agent import agent_ahead
 from ..prompts import prompt_tokens, read_prompt
 from ..settings import flags
 from ..settings.options import (
@@ -95,12 +96,6 @@ def run(
     The answer goes to stdout as it comes, all else to stderr.
     """
     arguments = locals()
-    from ...coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
-    from ...coordinator.generation import GenerationRequest
-    from ...coordinator.tokenizer.text_stream import TextStream, parse_stops
-    from ...proto.sampling import validate
-    from ..start.session_setup import open_model, open_session, wish_context
-
     sampling_flags = flags_named(SAMPLING_FLAGS, arguments)
     if connect is not None:
         from ..connect import RemoteRun, refuse_flags_of_the_group, run_remotely
@@ -116,47 +111,57 @@ def run(
     if model is None or key_file is not None:
         raise InputError("give a MODEL, or the address of a running group by --connect (and its --key-file)")
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
-    again = allowed_restarts(restarts, usual=0)  # a script sees a loss at once
-    layouts = layout_settings(prefill, decode, chunk)
-    stops = parse_stops(stop)
-    source = read_prompt(prompt, file, tokens_file)
-    options = parse_template_options(template_option or ())
-    if not chat and (system is not None or template is not None or options):
-        raise InputError("--system, --template and --template-option belong to --chat")
-    opened = open_model(model)
-    sampling = choose_sampling(
-        opened.files.metadata,
-        sampling_flags,
-        logit_bias=logit_bias or (),
-        logprobs=logprobs,
-    )
-    validate(sampling.parameters, opened.spec.vocab)
-    split: ReasoningSplit | None = None
-    if chat:
-        rendered = chat_prompt(source, opened, system, template, options)
-        tokens, split = rendered.ids, ReasoningSplit(reasons=rendered.reasons)
-    else:
-        tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
-    chosen = current_settings({"context": context, "verify_shift": verify_shift})
-    context_wish = wish_context(
-        chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
-    )
-    request = GenerationRequest(
-        prompt=tokens,
-        max_tokens=max_tokens,
-        sampling=sampling.parameters,
-        stop_tokens=frozenset() if ignore_eos else opened.tokenizer.end_of_generation,
-        prefill=layouts.prefill,
-        decode=layouts.decode,
-        chunk_rule=layouts.chunk_rule,
-        verify_shift=chosen.switch("verify_shift"),
-    )
-    stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
-    with open_session(opened, settings, layouts, context_wish, trace_path=trace, restarts=again) as session:
-        for warning in sampling.warnings:
-            warn(warning)
-        note(sampling.told)
-        _answer(session, request, stream, split, as_json)
+    with agent_ahead(settings.workers, settings.threads, settings.device) as ahead:
+        # Late: what is behind these, and the model's own files, is read while the agent imports torch.
+        from ...coordinator.chat.reasoning import ReasoningSplit, bytes_with_marks
+        from ...coordinator.generation import GenerationRequest
+        from ...coordinator.tokenizer.text_stream import TextStream, parse_stops
+        from ...proto.sampling import validate
+        from ..start.session_setup import open_model, open_session, wish_context
+
+        again = allowed_restarts(restarts, usual=0)  # a script sees a loss at once
+        layouts = layout_settings(prefill, decode, chunk)
+        stops = parse_stops(stop)
+        source = read_prompt(prompt, file, tokens_file)
+        options = parse_template_options(template_option or ())
+        if not chat and (system is not None or template is not None or options):
+            raise InputError("--system, --template and --template-option belong to --chat")
+        opened = open_model(model)
+        sampling = choose_sampling(
+            opened.files.metadata,
+            sampling_flags,
+            logit_bias=logit_bias or (),
+            logprobs=logprobs,
+        )
+        validate(sampling.parameters, opened.spec.vocab)
+        split: ReasoningSplit | None = None
+        if chat:
+            rendered = chat_prompt(source, opened, system, template, options)
+            tokens, split = rendered.ids, ReasoningSplit(reasons=rendered.reasons)
+        else:
+            tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
+        chosen = current_settings({"context": context, "verify_shift": verify_shift})
+        context_wish = wish_context(
+            chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
+        )
+        request = GenerationRequest(
+            prompt=tokens,
+            max_tokens=max_tokens,
+            sampling=sampling.parameters,
+            stop_tokens=frozenset() if ignore_eos else opened.tokenizer.end_of_generation,
+            prefill=layouts.prefill,
+            decode=layouts.decode,
+            chunk_rule=layouts.chunk_rule,
+            verify_shift=chosen.switch("verify_shift"),
+        )
+        stream = TextStream(bytes_with_marks(opened.tokenizer) if chat else opened.tokenizer.token_bytes, stops)
+        with open_session(
+            opened, settings, layouts, context_wish, trace_path=trace, restarts=again, ahead=ahead
+        ) as session:
+            for warning in sampling.warnings:
+                warn(warning)
+            note(sampling.told)
+            _answer(session, request, stream, split, as_json)
 
 
 def _answer(

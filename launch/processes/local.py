@@ -6,7 +6,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,19 +19,19 @@ from ...coordinator.group.cluster import JOIN_TIMEOUT_SECONDS, SILENCE_SECONDS, 
 from ...proto.channel import CoordinatorChannel
 from ...proto.commands import LinkOptions
 from ...proto.ids import Rank
-from ..settings.user_folders import current_settings, logs_folder
-from .agent import AgentLine, Ended, Started, last_lines, signal_name
-from .run_logs import AGENT_LOG, RunFolder, open_run_folder
+from .agent_lines import AgentLine, Ended, Order, Started, last_lines, signal_name
+from .run_logs import AGENT_LOG
 from .signals import signals_ignored
+from .waiting_agent import (
+    IMPORTED_AHEAD,
+    KILL_SECONDS,
+    WORKER_MODULE,
+    AgentAhead,
+    WaitingAgent,
+    default_threads,
+)
 
 CLEAN_END_SECONDS = 5.0  # for workers that were told to end
-KILL_SECONDS = 3.0  # for the kernel to end what was killed
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-def default_threads(workers: int) -> int:
-    """CPU threads of each worker: the cores this process may use, shared out."""
-    return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 class AgentWatch:
@@ -120,7 +119,8 @@ class LocalLaunch:
         group: str,
         device: str = "auto",
         threads_per_worker: int | None = None,
-        worker_module: str = "gearshift.worker",
+        worker_module: str = WORKER_MODULE,
+        ahead: AgentAhead | None = None,
     ) -> None:
         self._address = coordinator_address
         self._workers = workers
@@ -128,8 +128,8 @@ class LocalLaunch:
         self._device = device
         self._threads = threads_per_worker or default_threads(workers)
         self._worker_module = worker_module
-        self._run_folder: RunFolder | None = None
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._ahead = ahead
+        self._agent: WaitingAgent | None = None
         self._watch: AgentWatch | None = None
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class LocalLaunch:
     def agent_pid(self) -> int:
         if self._agent is None:
             raise RuntimeError("the launch has not been entered")
-        return self._agent.pid
+        return self._agent.process.pid
 
     def close(self, error: BaseException | None = None) -> None:
         """End everything that was started, within `CLEAN_END_SECONDS + 2 * KILL_SECONDS`. May be called twice.
@@ -163,55 +163,38 @@ class LocalLaunch:
         The workers' output stays in the user's state folder.
         """
         with signals_ignored():
-            if self._agent is not None:
-                self._end(self._agent, kill=error is not None)
-            if self._watch is not None:
-                os.close(self._watch.fileno())
-            if self._run_folder is not None:
-                self._run_folder.close(told=str(self._run_folder.path) in str(error))
-            self._agent = self._watch = self._run_folder = None
+            if self._agent is None:
+                return
+            self._end(self._agent.process, kill=error is not None)
+            os.close(self._agent.report)
+            self._agent.run_folder.close(told=str(self._agent.run_folder.path) in str(error))
+            self._agent = self._watch = None
 
     def _start(self) -> None:
-        kept_runs = current_settings().whole_number("kept_runs")
-        self._run_folder = open_run_folder(logs_folder(), kept_runs)
-        read_end, write_end = os.pipe()
-        try:
-            self._agent = subprocess.Popen(
-                self._command(self._run_folder.path, write_end),
-                stdin=subprocess.DEVNULL,
-                stdout=self._run_folder.agent_log,
-                stderr=self._run_folder.agent_log,
-                pass_fds=(write_end,),
-                start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
-                env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(self._threads)),
-            )
-            self._watch = AgentWatch(read_end, self._agent, self._run_folder.path)
-        finally:
-            os.close(write_end)
-            if self._watch is None:
-                os.close(read_end)
+        agent = None if self._ahead is None else self._ahead.take()
+        if agent is None:
+            modules = IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
+            agent = WaitingAgent.start(self._threads, self._device, modules)
+        self._agent = agent
+        self._watch = AgentWatch(agent.report, agent.process, agent.run_folder.path)
+        agent.order(Order(self._workers, self._group, self._worker_module, self._worker_arguments()))
 
-    def _command(self, run_folder: Path, report_fd: int) -> Sequence[str]:
-        # -P: a file in the user's folder that is called like one of our imports must not be taken for it.
-        agent = (sys.executable, "-P", "-m", "gearshift.launch.processes.agent", "--workers", str(self._workers))
-        places = ("--run-folder", str(run_folder), "--report-fd", str(report_fd))
-        names = ("--group", self._group, "--parent-pid", str(os.getpid()), "--worker-module", self._worker_module)
-        worker = ("--coordinator", self._address, "--group", self._group)
-        settings = ("--device", self._device, "--threads", str(self._threads))
-        return (*agent, *places, *names, "--", *worker, *settings)
+    def _worker_arguments(self) -> tuple[str, ...]:
+        place = ("--coordinator", self._address, "--group", self._group)
+        return (*place, "--device", self._device, "--threads", str(self._threads))
 
     def _end(self, agent: "subprocess.Popen[bytes]", kill: bool) -> None:
         if not kill:
-            with suppress(subprocess.TimeoutExpired):
-                agent.wait(CLEAN_END_SECONDS)
+            _wait(agent, CLEAN_END_SECONDS)
         # Open descriptors first: once the agent is gone a pid might already name another process.
         if self._watch is not None:
             self._watch.poll()
-        workers = _open_pids(self._watch.worker_pids if self._watch is not None and agent.poll() is None else ())
+        workers = _open_pids(
+            self._watch.worker_pids if self._watch is not None and agent.poll() is None else ()
+        )
         agent.kill()
         _kill_and_wait(workers, KILL_SECONDS)
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(KILL_SECONDS)
+        _wait(agent, KILL_SECONDS)
 
 
 @contextmanager
@@ -222,9 +205,10 @@ def local_cluster(
     threads_per_worker: int | None = None,
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
-    worker_module: str = "gearshift.worker",
+    worker_module: str = WORKER_MODULE,
     link_options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
     start: int = 0,
+    ahead: AgentAhead | None = None,
 ) -> Iterator[Cluster]:
     """A joined group of workers on this host; on leaving nothing of it is left. `start` counts a command's groups.
 
@@ -240,6 +224,7 @@ def local_cluster(
             device=device,
             threads_per_worker=threads_per_worker,
             worker_module=worker_module,
+            ahead=ahead,
         ) as launch,
     ):
         cluster = Cluster(
@@ -263,6 +248,20 @@ def _state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> None:
+    """Until our child has ended, and is reaped. `Popen.wait` looks every 50 ms: some of that at the end of each run."""
+    if process.poll() is not None:
+        return
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if poller.poll(timeout_seconds * 1000):
+            process.wait()
+    finally:
+        os.close(descriptor)
 
 
 def _open_pids(pids: Sequence[int]) -> tuple[int, ...]:

@@ -42,6 +42,11 @@ class RunFolder:
         if not self.kept and not told:
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def discard(self) -> None:
+        """The run never was one."""
+        self.agent_log.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
 
 def open_run_folder(logs: Path, kept_runs: int) -> RunFolder:
     """A new folder in `logs`; of the older runs that have ended the last `kept_runs` - 1 stay."""

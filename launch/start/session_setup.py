@@ -30,6 +30,7 @@ from ...proto.reports import Hello, MemoryReported
 from ..console import load_progress, note, warn
 from ..processes.local import local_cluster
 from ..processes.restarts import RestartingGroup, StartGroup
+from ..processes.waiting_agent import AgentAhead
 from ..settings.options import GroupSettings, LayoutSettings
 from ..trace_file import trace_file
 from .cost_cache import settle_costs
@@ -116,12 +117,14 @@ def open_session(
     trace_path: str | None = None,
     restarts: int = 0,
     measure: bool = True,
+    ahead: AgentAhead | None = None,
 ) -> Iterator[RunningModel]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
     started elsewhere instead. Where there is a `trace_path`, requests are traced there. A group that is lost under a
-    request is started again up to `restarts` times. Not `measure`: the caller does.
+    request is started again up to `restarts` times. Not `measure`: the caller does. `ahead`: an agent that the first
+    group can have.
     """
     wish = ContextWish(context, asked=True) if isinstance(context, int) else context
     spec = build_spec(opened.files, wish.tokens)
@@ -129,7 +132,7 @@ def open_session(
     placement = plan.placement()
     check_kv_format(spec, settings.kv_format)
     started = monotonic()
-    local = ProvenPeers(partial(_local, settings), settings.link_options)
+    local = ProvenPeers(partial(_local, settings, ahead), settings.link_options)
     workers: StartGroup = gather or local
     with trace_file(trace_path) as trace, RestartingGroup(workers, restarts) as cluster:
         start_seconds = monotonic() - started
@@ -188,10 +191,12 @@ def open_session(
             costs.learn(driver)
 
 
-def _local(settings: GroupSettings, start: int, links: LinkOptions) -> AbstractContextManager[Cluster]:
+def _local(
+    settings: GroupSettings, ahead: AgentAhead | None, start: int, links: LinkOptions
+) -> AbstractContextManager[Cluster]:
     return local_cluster(
         workers=settings.workers, device=settings.device, threads_per_worker=settings.threads, link_options=links,
-        start=start,
+        start=start, ahead=ahead,
     )  # fmt: skip
 
 

@@ -232,9 +232,16 @@ class ConnectionWatch:
         self._events = events
         self.stood = False  # the other side took the connection, keys and all
 
-    def is_lost(self, timeout_seconds: float) -> bool:
-        """True as soon as the connection breaks; False after `timeout_seconds` without that, or when it stands."""
-        if not self._events.poll(max(0, round(timeout_seconds * 1000))):
+    def is_lost(self, timeout_seconds: float, wake: Sequence[int] = ()) -> bool:
+        """True as soon as the connection breaks; False after `timeout_seconds` without that, or when it stands.
+
+        False as well when a file descriptor of `wake` becomes readable.
+        """
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        for descriptor in wake:
+            poller.register(descriptor, zmq.POLLIN)
+        if self._events not in dict(poller.poll(max(0, round(timeout_seconds * 1000)))):
             return False
         if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.stood = True

@@ -1,7 +1,9 @@
 """The control plane's sockets: order, refusals, and frames that nobody should send."""
 
+import os
 import pickle
 import struct
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -248,6 +250,20 @@ def test_a_worker_sees_that_the_coordinator_is_gone() -> None:
         assert not watch.is_lost(0.05)
         coordinator.close()
         assert watch.is_lost(5)
+        watch.close()
+
+
+def test_a_watch_can_be_woken_before_its_time(coordinator: CoordinatorChannel) -> None:
+    with WorkerChannel.connect(coordinator.address) as worker:
+        watch = worker.watch_connection()
+        worker.send(Heartbeat(rank=RANK, sequence=0))
+        while not watch.stood:
+            assert not watch.is_lost(5)
+        wake = os.eventfd(1)
+        began = time.monotonic()
+        assert not watch.is_lost(20, (wake,))
+        assert time.monotonic() - began < 10
+        os.close(wake)
         watch.close()
 
 

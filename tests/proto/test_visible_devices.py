@@ -1,11 +1,13 @@
 """F43: the list of visible devices, applied once, in its order; and who gets which card."""
 
+from pathlib import Path
+
 import pytest
 
-from gearshift.proto.device_table import parse_cards
+from gearshift.proto.device_table import CARDS_VARIABLE, CardQuery, cards_as_text, cards_told, parse_cards
 from gearshift.proto.errors import InputError
 from gearshift.proto.visible_devices import DeviceRow, device_of_rank, visible_devices
-from gearshift.worker.devices import ChosenDevice, choose_device
+from gearshift.worker.devices import ChosenDevice, cards_asked_for, choose_device
 
 TABLE = tuple(
     DeviceRow(index, f"Card {index}", uuid, f"00000000:{index:02X}:00.0")
@@ -122,3 +124,34 @@ def test_the_table_is_read_from_nvidia_smi() -> None:
     assert (first.link_width, first.link_width_most) == (16, 16)
     assert (second.free_bytes, second.link_generation, second.link_width) == (None, None, 8)
     assert (first.display, second.display) == (False, True)
+
+
+TOLD_LINE = "0, NVIDIA H200, GPU-aa, 00000000:1B:00.0, 570.86.10, 143156, 5, 5, 16, 16, Disabled, 143771"
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A program of that name that is found before any other."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_cards_are_asked_for_beside_other_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, f"read unused; echo '{TOLD_LINE}'")
+    assert CardQuery().result() == parse_cards([TOLD_LINE])
+    nvidia_smi(tmp_path, monkeypatch, f"echo '{TOLD_LINE}'; exit 9")
+    assert CardQuery().result() == ()
+
+
+def test_a_forked_worker_is_told_the_cards_and_does_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, f"touch {tmp_path}/asked")
+    cards = parse_cards([TOLD_LINE])
+    for told in (cards, ()):
+        monkeypatch.setenv(CARDS_VARIABLE, cards_as_text(told))
+        with cards_asked_for("auto") as asked:
+            assert asked() == told
+    with cards_asked_for("cpu") as asked:
+        assert asked() == ()
+    assert not (tmp_path / "asked").exists()
+    assert cards_told({}) is None

@@ -13,8 +13,8 @@ from gearshift.proto.channel import CoordinatorChannel, Incoming
 from gearshift.proto.codec import PROTOCOL_VERSION
 from gearshift.proto.commands import ReportMemory, Shutdown, Welcome
 from gearshift.proto.ids import Rank
+from gearshift.proto.library_environment import BARRIER_SPINS, set_library_environment
 from gearshift.proto.reports import Heartbeat, Hello, MemoryReported, WorkerFailed
-from gearshift.worker.__main__ import BARRIER_SPINS, _set_threads
 
 WORKER = (sys.executable, "-P", "-m", "gearshift.tests.helpers.fake_worker")
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
@@ -72,11 +72,10 @@ def test_a_worker_says_hello_works_and_ends_when_told(coordinator: CoordinatorCh
     ids=["nothing", "a number of its own", "a policy of its own"],
 )
 def test_threads_spin_shortly_at_a_barrier_unless_the_environment_says_otherwise(
-    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], spins: str | None
 ) -> None:
     environment = dict(given)
-    monkeypatch.setattr(os, "environ", environment)
-    _set_threads(2)
+    set_library_environment(environment, 2)
     assert environment.get("GOMP_SPINCOUNT") == spins
     assert environment["OMP_NUM_THREADS"] == "2"
 
