@@ -3,14 +3,14 @@
 Most steps choose their token inside the graph too, the greatest or drawn by the request's chain; others end with the
 logits, and the sampler chooses.
 
-A graph a batch size (a bucket) and kind of choice, each captured when it is first wanted. Tables, positions and tokens
+A graph a batch size (a bucket) and kind of choice (`captured`). Tables, positions and tokens
 are static buffers; a step reads the token that the step before chose, so that several steps run without the host.
 Attention's splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
 """
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_ops import QuantizedRows
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
+from .captured import CapturePlace, Graphs, place_on
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BatchBuffers,
@@ -50,8 +51,9 @@ class _Bucket(BatchBuffers):
     """Static buffers of one batch size, and its graphs once captured."""
 
     def __init__(
-        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int, splits: int
-    ) -> None:
+        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int, splits: int,
+        place: CapturePlace | None,
+    ) -> None:  # fmt: skip
         super().__init__(size, spec, decoder, ranks, blocks)
         owns = [(layer.own, facts) for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)]
         self.room = PartRoom(size, owns, decoder, splits)
@@ -62,8 +64,9 @@ class _Bucket(BatchBuffers):
             for _ in range(2)
         ]
         """Twice the results and whether a peer was missing: of steps that nobody has read, and of those behind."""
-        self.graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
-        self.warm: set[Choice] = set()  # whose kernels are compiled
+        self.graphs: Graphs[Choice] = Graphs(
+            place, len(Choice), lambda choice: f"a decode step of {size} rows that ends with {choice.value}"
+        )
 
 
 class IssuedSteps:
@@ -115,7 +118,7 @@ class DecodeSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
-        self._pool: Any = None  # of all graphs: they run one after another
+        self._capturing = place_on(decoder.device)
         self._last: IssuedSteps | None = None
 
     @property
@@ -190,25 +193,13 @@ class DecodeSteps:
         size = bucket_size(count)
         if size not in self._buckets:
             ranks = self._placement.ranks
-            self._buckets[size] = _Bucket(size, self._spec, self._decoder, ranks, self._blocks, self._splits)
+            self._buckets[size] = _Bucket(
+                size, self._spec, self._decoder, ranks, self._blocks, self._splits, self._capturing
+            )
         return self._buckets[size]
 
     def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
-        known = Choice.GREATEST if choice is Choice.NONE else choice  # has the same kernels, and its own
-        if choice in bucket.graphs:
-            bucket.graphs[choice].replay()
-        elif known not in bucket.warm or not bucket.results.is_cuda:  # Triton may interpret: then nothing is captured
-            self._launch(bucket, known)  # compiles the kernels
-            bucket.warm.add(known)
-        else:
-            torch.cuda.synchronize()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._launch(bucket, choice)
-            bucket.graphs[choice] = graph
-            graph.replay()
+        bucket.graphs.play(choice, partial(self._launch, bucket, choice))
 
     def _launch(self, bucket: _Bucket, choice: Choice) -> None:
         decoder, exchange = self._decoder, self._exchange
