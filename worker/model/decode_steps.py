@@ -1,11 +1,12 @@
 """Decode steps as CUDA graphs: a whole step under tensor parallelism, its sums inside.
 
-Most steps choose their token inside the graph too, the greatest or drawn by the request's chain; others end with the
-logits, and the sampler chooses.
+Most steps choose their token on the device too, the greatest or drawn by the request's chain; others end with the
+logits, and the sampler chooses. A batch size (a bucket) has a graph of all up to the logits, and behind it a small one
+a kind of choice (`captured`): so the first sampled token waits for no capture of a whole step.
 
-A graph a batch size (a bucket) and kind of choice (`captured`). Tables, positions and tokens
-are static buffers; a step reads the token that the step before chose, so that several steps run without the host.
-Attention's splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
+Tables, positions and tokens are static buffers; a step reads the token that the step before chose, so that several
+steps run without the host. Attention's splits are fixed, so results do not depend on which graph runs, and any context
+length fits every graph.
 """
 
 import operator
@@ -38,6 +39,10 @@ from .step_parts import (
 )
 from .steps import Choice, Draw
 
+Piece = Choice | None  # what comes behind the logits, or all up to them
+IN_ONE_LAUNCH: frozenset[Choice] = frozenset()
+"""Choices in one graph with all that comes before: a launch less a step, for a capture and some 16 MiB more each."""
+
 
 def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     """Whether this rank's own parts are all such as the kernels of a step take."""
@@ -45,6 +50,10 @@ def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
         part_fits(layer.own, facts)
         for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)
     )
+
+
+def _told(piece: Piece) -> str:
+    return "up to the logits" if piece is None else piece.value
 
 
 class _Bucket(BatchBuffers):
@@ -64,8 +73,8 @@ class _Bucket(BatchBuffers):
             for _ in range(2)
         ]
         """Twice the results and whether a peer was missing: of steps that nobody has read, and of those behind."""
-        self.graphs: Graphs[Choice] = Graphs(
-            place, len(Choice), lambda choice: f"a decode step of {size} rows that ends with {choice.value}"
+        self.graphs: Graphs[Piece] = Graphs(
+            place, 1 + len(Choice), lambda piece: f"a decode step of {size} rows, {_told(piece)}"
         )
 
 
@@ -112,9 +121,11 @@ class DecodeSteps:
     """Runs steps of up to 16 requests."""
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int
-    ) -> None:
+        self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int,
+        *, in_one_launch: frozenset[Choice] = IN_ONE_LAUNCH,
+    ) -> None:  # fmt: skip
         self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
+        self._in_one_launch = in_one_launch
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
@@ -199,9 +210,22 @@ class DecodeSteps:
         return self._buckets[size]
 
     def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
-        bucket.graphs.play(choice, partial(self._launch, bucket, choice))
+        if choice in self._in_one_launch:
+            bucket.graphs.play(choice, partial(self._launch_all, bucket, choice))
+            return
+        bucket.graphs.play(None, partial(self._launch, bucket))
+        if choice is not Choice.NONE:
+            bucket.graphs.play(choice, partial(self._choose, bucket, choice))
 
-    def _launch(self, bucket: _Bucket, choice: Choice) -> None:
+    def _launch_all(self, bucket: _Bucket, choice: Choice) -> None:
+        self._launch(bucket)
+        self._choose(bucket, choice)
+
+    def _choose(self, bucket: _Bucket, choice: Choice) -> None:
+        exchange = self._exchange
+        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
+
+    def _launch(self, bucket: _Bucket) -> None:
         decoder, exchange = self._decoder, self._exchange
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
@@ -221,7 +245,6 @@ class DecodeSteps:
                 layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
             )  # fmt: skip
         as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
-        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
 
     def _attention(self, layer: LayerWeights, number: int, bucket: _Bucket) -> bool:
         """The own heads' share, to `bucket.partial`; whether the other ranks are told already."""
