@@ -22,10 +22,10 @@ from ...proto.placement.plan import Placement
 from ..kernels import step_ops
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
-from ..kernels.quant_ops import QuantizedRows
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
 from .captured import CapturePlace, Graphs, place_on
+from .decode_sums import ChosenSums, StepSums
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BatchBuffers,
@@ -61,12 +61,12 @@ class _Bucket(BatchBuffers):
 
     def __init__(
         self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int, splits: int,
-        place: CapturePlace | None,
+        place: CapturePlace | None, sums: StepSums,
     ) -> None:  # fmt: skip
         super().__init__(size, spec, decoder, ranks, blocks)
         owns = [(layer.own, facts) for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)]
         self.room = PartRoom(size, owns, decoder, splits)
-        self.partial = torch.zeros_like(self.hidden)
+        self.partial, self.sums = torch.zeros_like(self.hidden), sums
         pinned = decoder.device.type == "cuda"
         self.host_results = [
             tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in (self.results.shape, (1,)))
@@ -122,10 +122,11 @@ class DecodeSteps:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int,
-        *, in_one_launch: frozenset[Choice] = IN_ONE_LAUNCH,
+        *, sums: ChosenSums | None = None, in_one_launch: frozenset[Choice] = IN_ONE_LAUNCH,
     ) -> None:  # fmt: skip
+        """`sums`: over the ranks; None: by the words of `exchange`, as choices always are."""
         self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
-        self._in_one_launch = in_one_launch
+        self._sums, self._in_one_launch = sums or ChosenSums(exchange), in_one_launch
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
@@ -195,6 +196,10 @@ class DecodeSteps:
         self._last = None
         self._buckets = kept_up_to(requests, self._buckets)
 
+    def close(self) -> None:
+        """Nothing may be run any more: NCCL's communicators end only where no graph holds sums of theirs."""
+        self._buckets.clear()
+
     def _exchange_held(self) -> None:
         """Waits for the steps issued."""
         if self._exchange.ranks > 1:
@@ -205,8 +210,9 @@ class DecodeSteps:
         if size not in self._buckets:
             ranks = self._placement.ranks
             self._buckets[size] = _Bucket(
-                size, self._spec, self._decoder, ranks, self._blocks, self._splits, self._capturing
-            )
+                size, self._spec, self._decoder, ranks, self._blocks, self._splits, self._capturing,
+                self._sums.of(size),
+            )  # fmt: skip
         return self._buckets[size]
 
     def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
@@ -226,24 +232,23 @@ class DecodeSteps:
         bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
 
     def _launch(self, bucket: _Bucket) -> None:
-        decoder, exchange = self._decoder, self._exchange
+        decoder, sums = self._decoder, bucket.sums
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
         decoder.angles(bucket.state.positions, bucket.angles)
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
-            last = number + 1 == len(layers)
+            following = weights.output_norm if number + 1 == len(layers) else layers[number + 1].attention_norm
             sent = self._attention(layer, number, bucket)
-            step_ops.finish_half(
+            sums.finish(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
-                bucket.normed, exchange, sent,
+                bucket.normed, sent,
             )  # fmt: skip
             sent = self._feed_forward(layer.own, bucket)
-            step_ops.finish_half(
-                bucket.partial, bucket.hidden, weights.output_norm if last else layers[number + 1].attention_norm,
-                layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
-            )  # fmt: skip
+            sums.finish(
+                bucket.partial, bucket.hidden, following, layer.post_feed_forward_norm, epsilon, bucket.normed, sent
+            )
         as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
 
     def _attention(self, layer: LayerWeights, number: int, bucket: _Bucket) -> bool:
@@ -253,7 +258,7 @@ class DecodeSteps:
         if part.query_heads:
             table = bucket.tables[self._placement.stage_of(number)]
             attended = bucket.room.attend(part, number, bucket, table)
-            sent = self._multiply(part.attention_output, attended, bucket, may_send=bias is None)
+            sent = bucket.sums.multiply(part.attention_output, attended, bucket.partial, may_send=bias is None)
         else:
             bucket.partial.zero_()
         if bias is not None:
@@ -263,16 +268,6 @@ class DecodeSteps:
     def _feed_forward(self, part: PartWeights, bucket: _Bucket) -> bool:
         """The own columns' share, likewise."""
         if part.feed_forward:
-            return self._multiply(part.down, bucket.room.gate(part, bucket), bucket)
+            return bucket.sums.multiply(part.down, bucket.room.gate(part, bucket), bucket.partial)
         bucket.partial.zero_()
         return False
-
-    def _multiply(self, matrix: object, x: QuantizedRows, bucket: _Bucket, may_send: bool = True) -> bool:
-        """Into `bucket.partial`; whether the other ranks are told already.
-
-        Each rank decides for itself and for each product: what arrives is the same, whoever sends it.
-        """
-        quantised = as_quantised(matrix)
-        sends = may_send and self._exchange.ranks > 1 and quantised.tells_ranks
-        quantised.multiply_quantized(x, bucket.partial, self._exchange if sends else None)
-        return sends

@@ -171,6 +171,9 @@ class LayerSteps:
     def forget_beyond(self, requests: int) -> None:
         self._buckets = kept_up_to(requests, self._buckets)
 
+    def close(self) -> None:
+        self._buckets.clear()
+
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position."""
         bucket = self._bucket(len(states))
