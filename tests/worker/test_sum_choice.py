@@ -85,7 +85,7 @@ def test_over_a_bridge_sums_are_one_shot_and_host_memory_is_not_tried() -> None:
     assert rank.tried == [CARDS, NCCL]
     assert found.seconds[CARDS] == pytest.approx((3.6e-6, 4e-6, 7e-6)), "the product beside it is not counted"
     assert found.told().startswith("decode sums: one-shot between the cards (1 row: one-shot between the cards 3.6 ")
-    assert "NCCL 16.0 µs; 4 rows: " in found.told()
+    assert "NCCL 16.0 us; 4 rows: " in found.told()
 
 
 @pytest.mark.parametrize(("nccl", "taken"), [(0.95, False), (0.91, False), (0.89, True)])

@@ -82,7 +82,7 @@ def _measured_for(size: int) -> int:
 
 
 def _told(seconds: float) -> str:
-    return "left out" if seconds == inf else f"{seconds * 1e6:.1f} µs"
+    return "left out" if seconds == inf else f"{seconds * 1e6:.1f} us"
 
 
 def asked_way() -> SumWay | None:
