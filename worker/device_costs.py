@@ -6,6 +6,7 @@ import torch
 
 from .kernels.quant_matrix import QuantMatrix
 from .kernels.quant_ops import QuantizedRows
+from .model.captured import captured, place_on
 from .timing import Stopwatch
 from .weights.layer import LayerWeights
 
@@ -20,12 +21,8 @@ def own_product_seconds(
         for product in products:
             product()
 
-    launch()  # compiles the kernels
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        launch()
-    return watch.alone(graph.replay) / len(layers)
+    replay = captured(place_on(device), launch, f"{len(products)} products of {batch} rows")
+    return watch.alone(replay) / len(layers)
 
 
 def _matrices(layer: LayerWeights) -> list[QuantMatrix]:

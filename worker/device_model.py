@@ -1,20 +1,26 @@
 """What a GPU worker has beside a CPU worker: fused passes, the embedding in pinned memory, graphs of decode steps."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
 from .kernels.exchange import Exchange
+from .kernels.quant_matrix import QuantMatrix
 from .kv import KvStore
+from .links.inboxes import Inboxes
 from .links.open import Links
 from .memory import return_unused
 from .model.chunk_pass import ChunkPass
 from .model.decode_steps import DecodeSteps, can_step
+from .model.decode_sums import ChosenSums, DeviceClock, SumBench
 from .model.device_decoder import DeviceDecoder
 from .model.layer_steps import LayerSteps, can_step_in_layers
+from .model.sum_choice import asked_way, choose
 from .weights.layer import Weights
 from .weights.load import WeightLoader
 
@@ -53,7 +59,10 @@ def device_parts(
     exchange = _exchange(spec, placement, rank, device, links) if tensor or layer else None
     steps, layer_steps = None, None
     if tensor and exchange is not None:
-        steps = DecodeSteps(spec, placement, decoder, exchange, context_tokens)
+        sums = _sums(spec, placement, rank, weights, device, links, exchange)
+        return_unused(device)
+        exchange = sums.exchange
+        steps = DecodeSteps(spec, placement, decoder, exchange, context_tokens, sums=sums)
     if layer and placement.ranks > 1:
         broadcast = links.tensor.broadcast
         layer_steps = LayerSteps(spec, placement, rank, decoder, broadcast, exchange, context_tokens)
@@ -61,12 +70,36 @@ def device_parts(
 
 
 def _exchange(
-    spec: ModelSpec, placement: Placement, rank: int, device: torch.device, links: Links
+    spec: ModelSpec, placement: Placement, rank: int, device: torch.device, links: Links, peer: bool = True
 ) -> Exchange | None:
-    """None, on all ranks alike, where no rank can write to another."""
+    """None, on all ranks alike, where no rank can write to another. `peer` False: in host memory."""
     if placement.ranks == 1:
         return Exchange.alone(device, spec.hidden)
-    inboxes = links.open_inboxes(Exchange.inbox_words(placement.ranks, spec.hidden))
+    inboxes = links.open_inboxes(Exchange.inbox_words(placement.ranks, spec.hidden), peer)
     if inboxes is None:
         return None
     return Exchange.over(inboxes.addresses, placement.ranks, rank, spec.hidden, inboxes.on_host, inboxes)
+
+
+def _sums(
+    spec: ModelSpec, placement: Placement, rank: int, weights: Weights, device: torch.device, links: Links,
+    exchange: Exchange,
+) -> ChosenSums:  # fmt: skip
+    """How decode steps sum; collective. What was tried in host memory and is not used is given back."""
+    if links.sum_by_backend is None or placement.ranks == 1:
+        return ChosenSums(exchange)
+    layer = next((each for each in weights.layers if isinstance(each.own.down, QuantMatrix)), weights.layers[0])
+    down = layer.own.down if isinstance(layer.own.down, QuantMatrix) and layer.own.feed_forward else None
+    bench = SumBench(
+        down, layer.feed_forward_norm, layer.post_feed_forward_norm, spec.norm_epsilon, exchange,
+        partial(_exchange, spec, placement, rank, device, links, peer=False), links.sum_by_backend,
+    )  # fmt: skip
+    times = choose(bench, DeviceClock(links.tensor, rank, placement.ranks, device), asked_way())
+    bench.check()
+    if rank == 0:
+        print(f"gearshift worker: rank 0: {times.told()}", file=sys.stderr, flush=True)
+    chosen = bench.exchanges[times.one_shot]
+    for other in bench.exchanges.values():
+        if other is not chosen and isinstance(other.keep, Inboxes):
+            other.keep.close()
+    return ChosenSums(chosen, links.sum_by_backend, times.by_nccl)

@@ -81,6 +81,12 @@ class Engine:
         self._last = placement.ranks - 1
         self._vocab_widths = [len(rows) for rows in placement.vocab]
 
+    def close(self) -> None:
+        """Nothing is run any more."""
+        for steps in (self._steps, self._layer_steps):
+            if steps is not None:
+                steps.close()
+
     def post_receive(self, chunk_of_stage: Sequence[Chunk | None]) -> None:
         """Post the receive of what the stage before runs in this tick: it is this stage's next chunk."""
         if chunk_of_stage and self._rank > 0 and (chunk := chunk_of_stage[self._rank - 1]) is not None:

@@ -75,6 +75,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Unmap the files; another model may follow."""
+        self.engine.close()
         self.files.close()
 
     def handle(

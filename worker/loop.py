@@ -4,7 +4,7 @@ import gc
 import importlib
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 from msgspec.structs import replace
@@ -61,7 +61,7 @@ def run(
         rank, world_size, device, meeting.group, local=local, coordinator=channel.address, options=meeting.options,
         spoilt=hooks.spoilt_pairs,
     )  # fmt: skip
-    with torch.inference_mode(), opening as links:
+    with torch.inference_mode(), opening as links, ExitStack() as computing:
         model: LoadedModel | None = None
         ticks = TicksUnderWay(channel, progress)
         while True:
@@ -77,11 +77,14 @@ def run(
                 case LoadModel():
                     if model is not None:
                         model.close()
+                    computing.close()
                     here = replace(command, spec=files_here(command.spec, model_path))
                     model = load_model(here, Rank(rank), links, device, channel, hooks)
+                    computing.callback(model.engine.close)  # before the links, however this ends
                 case UnloadModel():
                     if model is not None:
                         model.close()
+                    computing.close()
                     model = None
                     gc.collect()  # its pieces know each other: a card's memory would stay taken until Python looks
                     return_freed_memory()

@@ -162,6 +162,11 @@ def chunk_bucket(rows: int) -> int:
     return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
 
 
+def chunk_buckets(rows: int) -> int:
+    """How many of these sizes chunks of up to so many rows have."""
+    return -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
+
+
 def chunk_scratch_columns(spec: ModelSpec, placement: Placement, rank: int) -> int:
     """16-bit columns of a chunk's scratch: queries, attention's results and projections, or gates and what they let by.
 
@@ -182,7 +187,7 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     rows = chunk_bucket(case.chunk_rows)
     tables = (2 * placement.ranks - 1) * (block_count(case.context_tokens) + 1) * 8
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers) * 4
-    buckets = -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
+    buckets = chunk_buckets(rows)
     graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
     columns = chunk_scratch_columns(spec, placement, rank)
     hidden = spec.hidden * (4 + 2 + case.sum_bytes)  # the rows, their norms, a share of their sums

@@ -10,9 +10,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -42,8 +45,10 @@ from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, dequantize
 from gearshift.worker.model import step_parts
 from gearshift.worker.model.decode_steps import DecodeSteps, can_step
+from gearshift.worker.model.decode_sums import ChosenSums, StepSums, SumBench
 from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.step_parts import BatchBuffers, PartRoom
+from gearshift.worker.model.sum_choice import MEASURED_ROWS, SumWay, choose
 from gearshift.worker.penalties import DevicePenalties
 from gearshift.worker.sampling import Sampler
 from gearshift.worker.weights import device_load
@@ -193,6 +198,85 @@ def check_tensor_parts(
     yield name, float(not torch.equal(found, wanted)), 0.5
 
 
+class InTurns:
+    """Two ranks' sums, by threads of which one runs at a time: Triton's interpreter has room for one."""
+
+    def __init__(self) -> None:
+        self._turns = [Semaphore(1), Semaphore(0)]
+        self._shares: list[torch.Tensor] = []
+        self.count = 0
+
+    def run(self, rank: int, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode():
+            assert self._turns[rank].acquire(timeout=60.0)
+            result = work()
+            self._turns[1 - rank].release()
+            return result
+
+    def sum_up(self, rank: int, partial: torch.Tensor) -> None:
+        self._shares.append(partial)
+        if len(self._shares) == 2:
+            total = self._shares[0] + self._shares[1]
+            for share in self._shares:
+                share.copy_(total)
+            self._shares, self.count = [], self.count + 1
+        self._turns[1 - rank].release()
+        assert self._turns[rank].acquire(timeout=60.0)
+
+
+def check_sums_by_backend(folder: Path) -> Iterator[tuple[str, float, float]]:
+    """Whole steps of two ranks whose sums another library makes, for batches of four, are those of the layer layout."""
+    path = build_model(folder / "backend.gguf", quant="Q8_0", seed=6, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    placement = place(spec, 2)
+    stages = [Stage.of(path, placement, rank, CPU) for rank in range(2)]
+    before, tokens = [stage.kv.arena.clone() for stage in stages], [5, 300, 77]
+    wanted = stepped(stages, tokens, POSITIONS)
+    for stage, arena in zip(stages, before, strict=True):
+        stage.kv.arena.copy_(arena)
+    shift_to_tensor(stages)
+    ranks, turns = [], InTurns()
+    for rank, stage in enumerate(stages):
+        exchange = Exchange.over(torch.zeros(2, dtype=torch.int64), 2, rank, spec.hidden)
+        sums = ChosenSums(exchange, partial(turns.sum_up, rank), frozenset({4}))
+        assert sums.of(1) == StepSums(exchange)
+        ranks.append(DecodeSteps(spec, placement, stage.decoder, exchange, CONTEXT, sums=sums))
+    works = [partial(ranks[rank].logits, stages[rank].states, tokens, POSITIONS) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = torch.cat(list(pool.map(turns.run, range(2), works)), dim=1)
+    yield "sums by a library", float(not torch.equal(found, wanted)), 0.5
+    yield "sums by a library: two a layer", float(turns.count != 2 * len(spec.layers)), 0.5
+
+
+class Counted:
+    """A clock that only runs what it is to time."""
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        work()
+        return 1e-3
+
+    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        return tuple(numbers)
+
+
+def check_sum_trials(folder: Path) -> Iterator[tuple[str, float, float]]:
+    """What is timed to choose a way is what steps run: a product of zeros, the sum by that way, the norm."""
+    path = build_model(folder / "trials.gguf", quant="Q8_0", seed=6, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    layer = Stage.of(path, place(spec, 1), 0, CPU).decoder.weights.layers[0]
+    shapes: list[tuple[int, ...]] = []
+    for down in (as_quantised(layer.own.down), None):
+        alone = Exchange.alone(CPU, spec.hidden)
+        bench = SumBench(
+            down, layer.feed_forward_norm, None, 1e-5, alone, lambda: None, lambda total: shapes.append(total.shape)
+        )
+        times = choose(bench, Counted())
+        bench.check()
+        yield "trials of sums", float(set(times.seconds) != {SumWay.CARDS, SumWay.NCCL}), 0.5
+        yield "trials of sums: their exchange", float(bench.exchanges != {SumWay.CARDS: alone}), 0.5
+    yield "trials of sums: rows", float(shapes != 2 * [(rows, spec.hidden) for rows in MEASURED_ROWS]), 0.5
+
+
 def check_chunk_attention(folder: Path, kv_type: KvType, window: int) -> Iterator[tuple[str, float, float]]:
     """Rows of a chunk over what is cached, of parts whose groups are cut: against every head alone, in f32."""
     path = build_model(folder / f"chunk-{kv_type}-{window}.gguf", "qwen3", quant="Q8_0", seed=8, **CUT)
@@ -321,6 +405,7 @@ def main() -> int:
         checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
         checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
         checks += [check_chunk_attention(folder, KvType.Q8_0, 0), check_chunk_attention(folder, KvType.F16, 30)]
+        checks += [check_sums_by_backend(folder), check_sum_trials(folder)]
         checks += [check_decode_steps(folder), check_choice(folder)]
         for check in checks:
             for what, value, most in check:

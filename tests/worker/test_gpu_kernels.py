@@ -30,7 +30,7 @@ card = int(sys.argv[1])
 half = "*fp16" if card < 80 else "*bf16"  # what it computes in
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gearshift.worker.kernels import draw_triton, exchange_triton, grouped_triton, parcel_triton
+from gearshift.worker.kernels import attention_triton, draw_triton, exchange_triton, grouped_triton, parcel_triton
 from gearshift.worker.kernels import quant_triton, step_triton
 from gearshift.worker.kernels.batch_source import type_facts
 from gearshift.worker.kernels.cards import split_tile
@@ -75,7 +75,7 @@ def sources():
         for group, blocks in ((1, floats), (4, floats), (8, floats), (4, q8_0), (4, (False, True))):
             tile = split_tile(card < 80, group, width)
             rows = dict(keys="*i16" if blocks[0] else half, values="*i16" if blocks[1] else half)
-            yield source(step_triton.attend_split, cached | rows | dict(scale="fp32"), dict(Q=4 * group - 1, H=4,
+            yield source(attention_triton.attend_split, cached | rows | dict(scale="fp32"), dict(Q=4 * group - 1, H=4,
                 GROUP=group, SKIPPED=min(1, group - 1), PAD=tile.queries, W=width, SPLITS=32, WINDOW=0,
                 STAGES=tile.stages, TOGETHER=tile.together, KEY_BLOCKS=blocks[0], VALUE_BLOCKS=blocks[1],
                 EMULATED=False))
@@ -84,12 +84,12 @@ def sources():
         yield source(step_triton.rotate_and_store, cached | rows | dict(projected=half, projected_stride="i32",
             epsilon="fp32", query_stride="i32", T="i32"), dict(Q=16, H=4, W=128, PAIRS=64, INTERLEAVED=False,
             BIAS=True, NORM=True, R=16, KEY_BLOCKS=blocks[0], VALUE_BLOCKS=blocks[1]))
-    yield source(step_triton.gather_q8_0, dict(rows="*i16", slot_stride="i32", head_stride="i32", slots="*i64",
+    yield source(attention_triton.gather_q8_0, dict(rows="*i16", slot_stride="i32", head_stride="i32", slots="*i64",
         out=half), dict(W=128))
-    yield source(step_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
+    yield source(attention_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
         dict(Q=16, LEAD=1, HELD=18, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
-    yield source(step_triton.merge_two, dict(past=half, new=half, out=half, past_stride="i32",
+    yield source(attention_triton.merge_two, dict(past=half, new=half, out=half, past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))
     yield source(step_triton.gate_rows, dict(both_stride="i32", out=half, out_stride="i32", xq="*i8",
         halves="*fp16"),

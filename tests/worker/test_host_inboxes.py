@@ -59,6 +59,10 @@ class Driver:
         assert byte_count % 4096 == 0
         return 2 if self.refuses else 0
 
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert address
+        return 0
+
 
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +130,14 @@ def test_a_file_that_somebody_else_put_there_is_not_taken() -> None:
         assert path.read_bytes() == b"not ours"
     finally:
         path.unlink()
+
+
+def test_inboxes_that_are_closed_are_not_left_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, *_) = opened()
+    assert isinstance(one, Inboxes)
+    freed: list[int] = []
+    monkeypatch.setattr(Driver, "cudaHostUnregister", lambda _, address: freed.append(address))
+    one.close()
+    assert freed == [one.keep[1].data_ptr()]
+    Inboxes(torch.zeros(2, dtype=torch.int64), on_host=False, keep=None).close()
+    assert len(freed) == 1, "memory of the cards is given back when nothing refers to it"

@@ -1,17 +1,17 @@
 """Compiled kernels that are kept on disk, with a compiler that only counts."""
 
-import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from gearshift.tests.helpers.noted_library import FUNCTION, NotedLibrary
+from gearshift.worker.cuda_driver import CudaDriver
 from gearshift.worker.kernels import cuda_source
 from gearshift.worker.kernels.batch_kernels import Images, variants_of
 from gearshift.worker.kernels.cuda_source import CompileError, CudaKernel
@@ -156,35 +156,11 @@ def test_the_kernels_of_a_model_are_named_once_those_for_few_requests_first() ->
     assert len({variant.source for variant in variants}) == 8
 
 
-class NotedDriver:
-    """The driver's calls, and what a launch's arguments hold where they lie."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[list[int], list[int]]] = []
-
-    def cuModuleLoadData(self, module: Any, image: bytes) -> int:  # noqa: N802
-        return 0 if image == b"good" else 200
-
-    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:  # noqa: N802
-        return 0
-
-    def cuGetErrorString(self, result: int, text: Any) -> int:  # noqa: N802
-        text._obj.value = b"device kernel image is invalid"
-        return 0
-
-    def cuLaunchKernel(self, function: Any, *facts: Any) -> int:  # noqa: N802
-        places = facts[8]
-        address = ctypes.cast(places[0], ctypes.POINTER(ctypes.c_uint64)).contents.value
-        number = ctypes.cast(places[1], ctypes.POINTER(ctypes.c_int32)).contents.value
-        self.launches.append((list(facts[:7]), [address, number]))
-        return 0
-
-
 def test_a_launch_hands_over_addresses_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, rows = NotedDriver(), torch.zeros(8)
-    monkeypatch.setattr(cuda_source, "_driver", lambda: driver)
+    library, rows = NotedLibrary(), torch.zeros(8)
+    monkeypatch.setattr(cuda_source, "cuda_driver", lambda: CudaDriver(library))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     CudaKernel(b"good", "k")(3, 64, (rows, -5))
-    assert driver.launches == [([3, 1, 1, 64, 1, 1, 0], [rows.data_ptr(), -5])]
+    assert library.launches == [([FUNCTION, 3, 1, 1, 64, 1, 1, 0, 7], [rows.data_ptr(), -5])]
     with pytest.raises(RuntimeError, match="image is invalid"):
         CudaKernel(b"bad", "k")

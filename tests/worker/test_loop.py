@@ -1,14 +1,27 @@
 """Ticks that a device works off by itself: in which order they are begun, waited for and reported."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gearshift.proto.commands import ReadClock, RunTick
+from gearshift.proto.commands import (
+    LoadModel,
+    OpenLinks,
+    ReadClock,
+    ReportMemory,
+    RunTick,
+    Shutdown,
+    UnloadModel,
+)
 from gearshift.proto.ids import Rank
+from gearshift.proto.placement.cuts import place
 from gearshift.proto.reports import TickFinished
+from gearshift.tests.helpers.specs import layer_spec, model_spec
+from gearshift.worker import loop
 from gearshift.worker.heartbeat import Progress
 from gearshift.worker.loop import TicksUnderWay
 
@@ -97,3 +110,59 @@ def test_a_model_is_not_kept_by_the_ticks_that_it_has_ended() -> None:
 def test_ticks_that_the_device_cannot_work_off_alone_are_handled() -> None:
     story, _ = story_of(Device([tick(1), None, tick(2), None], able=False))
     assert story == ["handle RunTick", "handle RunTick"]
+
+
+class Commands:
+    """A channel that only hands out what comes."""
+
+    address = "tcp://nowhere"
+
+    def __init__(self, *comes: object) -> None:
+        self._comes = iter(comes)
+
+    def receive(self, timeout_seconds: float) -> object:
+        return next(self._comes)
+
+
+def what_is_closed(monkeypatch: pytest.MonkeyPatch, *comes: object) -> list[str]:
+    """In which order the model's steps and the links are, with these commands behind the first."""
+    story: list[str] = []
+
+    @contextmanager
+    def opened(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            story.append("links closed")
+
+    def failing(command: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    def loaded(*_: object) -> Any:
+        story.append("loaded")
+        engine = SimpleNamespace(close=lambda: story.append("steps closed"))
+        return SimpleNamespace(engine=engine, close=lambda: story.append("model closed"), handle=failing)
+
+    monkeypatch.setattr(loop, "open_links", opened)
+    monkeypatch.setattr(loop, "load_model", loaded)
+    monkeypatch.setattr(loop, "files_here", lambda spec, path: spec)
+    channel = Commands(OpenLinks("group", ("here",)), *comes)
+    try:
+        loop.run(channel, 0, 1, "cpu", Progress(), "")  # type: ignore[arg-type]
+    except RuntimeError as error:
+        story.append(str(error))
+    return story
+
+
+def test_a_models_steps_are_given_up_before_the_links_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that hold sums of NCCL keep its communicators from ending."""
+    spec = model_spec([layer_spec()])
+    load = LoadModel(spec, place(spec, 1), None, None, 64, (1,), 64)
+    assert what_is_closed(monkeypatch, load, Shutdown()) == ["loaded", "steps closed", "links closed"]
+    assert what_is_closed(monkeypatch, load, ReportMemory()) == [
+        "loaded", "steps closed", "links closed", "a kernel failed",
+    ]  # fmt: skip
+    unloaded = ["loaded", "model closed", "steps closed", "links closed"]
+    assert what_is_closed(monkeypatch, load, UnloadModel(), Shutdown()) == unloaded
+    again = ["loaded", "model closed", "steps closed", "loaded", "steps closed", "links closed"]
+    assert what_is_closed(monkeypatch, load, load, Shutdown()) == again

@@ -1,6 +1,6 @@
 """Kernels in CUDA C: compiled by NVRTC, loaded and launched by the driver, both through their public C interfaces.
 
-Torch loads both libraries. Its own `torch.cuda._compile_kernel` does the same, but keeps nothing, asks for a CUDA
+Torch has loaded both libraries. Its own `torch.cuda._compile_kernel` does the same, but keeps nothing, asks for a CUDA
 toolkit's headers that these sources have no use for, and is not public (docs/decisions/gpu_kernels.md).
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..cuda_driver import cuda_driver
 
 Argument = Tensor | int
 
@@ -28,23 +30,20 @@ class CudaKernel:
 
     def __init__(self, image: bytes, name: str) -> None:
         """For the current device, which this thread has used. RuntimeError where the driver does not take the image."""
-        self._driver = _driver()
+        driver = cuda_driver()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(self._driver, self._driver.cuModuleLoadData(ctypes.byref(module), image))
-        _check(
-            self._driver,
-            self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()),
-        )
+        self._check, self._launch = driver.check, driver.function("cuLaunchKernel")
+        load, find = driver.function("cuModuleLoadData"), driver.function("cuModuleGetFunction")
+        self._check("cuModuleLoadData", load(ctypes.byref(module), image))
+        self._check("cuModuleGetFunction", find(ctypes.byref(self._function), module, name.encode()))
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
         """On the current stream; so many blocks of so many threads."""
         values = [_POINTER(one.data_ptr()) if isinstance(one, Tensor) else _INT(one) for one in arguments]
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(
-            self._driver,
-            self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None),
-        )
+        if code := self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None):
+            self._check("cuLaunchKernel", code)
 
 
 class Compiler:
@@ -110,15 +109,3 @@ def _nvrtc_files() -> list[str]:
     found = find_spec("nvidia")
     folders = (found.submodule_search_locations or []) if found is not None else []
     return sorted((str(file) for folder in folders for file in Path(folder).glob("*/lib/libnvrtc.so.*")), reverse=True)
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(driver: Any, result: int) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")

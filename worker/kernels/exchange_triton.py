@@ -73,10 +73,13 @@ def numbered(value, number):
 @triton.jit
 def received(words, ok, number, failed):
     """Values, int32 [M, N], of the `words` that another rank writes for this number; waits for those that are `ok`."""
-    spins = tl.load(failed) * SPIN_LIMIT
+    # Another program may note a lost peer just now, and each warp reads that by itself. It goes into the first maximum,
+    # which is the same in every warp: else some would stay in the loop, and wait there for those that never enter it.
+    lost = tl.load(failed) * 2
     theirs = tl.load(words, mask=ok, other=0, volatile=True)
-    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
-    while (missing > 0) & (spins < SPIN_LIMIT):
+    missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1 + lost, 0), 1), 0)
+    spins = 0
+    while (missing == 1) & (spins < SPIN_LIMIT):
         theirs = tl.load(words, mask=ok, other=0, volatile=True)
         missing = tl.max(tl.max(tl.where(ok & ((theirs >> 32).to(tl.int32) != number), 1, 0), 1), 0)
         spins += 1

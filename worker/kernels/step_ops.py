@@ -1,4 +1,7 @@
-"""Launches the kernels of `step_triton`. Imported on CUDA workers only (and by tests, interpreted)."""
+"""Launches the kernels of `step_triton` and `attention_triton`.
+
+Imported on CUDA workers only (and by tests, interpreted).
+"""
 
 from dataclasses import dataclass
 
@@ -8,19 +11,16 @@ from torch import Tensor
 
 from ...proto.device_sizes import BEST_BLOCK, MOST_ROWS, SPAN
 from ...proto.model import Activation, RopeKind
+from .attention_triton import attend_merge, attend_split, gather_q8_0, merge_two
 from .cards import SplitTile, is_older, split_tile
 from .exchange import Exchange
 from .exchange_triton import sum_rows
 from .quant_ops import EMULATED, QuantizedRows
 from .step_triton import (
-    attend_merge,
-    attend_split,
     best_of_block,
     choose_token,
     finish_half_block,
     gate_rows,
-    gather_q8_0,
-    merge_two,
     rope_angles,
     rotate_and_store,
 )

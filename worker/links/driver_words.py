@@ -1,24 +1,18 @@
 """Words in memory that streams wait for and write, and copies between a device and the host: the driver's own calls.
 
-No other library of ours offers stream memory operations. Values are compared by their signed distance (GEQ), so they
-may wrap.
+Values are compared by their signed distance (GEQ), so they may wrap.
 """
 
 import ctypes
 from collections.abc import Callable
 from typing import Protocol
 
+from ..cuda_driver import Call, cuda_driver
 from .ring import CopyQueue
 
-LIBRARY = "libcuda.so.1"
 WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 WRITE_BEHIND_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a memory barrier before the write
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cuMemHostRegister, and of cudaHostRegister
-
-_POINTER, _ADDRESS, _WORD, _SIZE, _FLAGS = (
-    ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_uint
-)  # fmt: skip
-Call = Callable[..., int]
 
 
 class Driver(Protocol):
@@ -39,17 +33,13 @@ class DriverWords:
 
     def __init__(self) -> None:
         """Raises OSError without a driver, AttributeError where it is too old to have these calls."""
-        library = ctypes.CDLL(LIBRARY)
-        self._name = _function(library, "cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self._wait = _function(library, "cuStreamWaitValue32_v2", _POINTER, _ADDRESS, _WORD, _FLAGS)
-        self._write = _function(library, "cuStreamWriteValue32_v2", _POINTER, _ADDRESS, _WORD, _FLAGS)
-        self._copy_out = _function(library, "cuMemcpyDtoHAsync_v2", _POINTER, _ADDRESS, _SIZE, _POINTER)
-        self._copy_in = _function(library, "cuMemcpyHtoDAsync_v2", _ADDRESS, _POINTER, _SIZE, _POINTER)
-        self._register = _function(library, "cuMemHostRegister_v2", _POINTER, _SIZE, _FLAGS)
-        self._release = _function(library, "cuMemHostUnregister", _POINTER)
-        self._device_pointer = _function(
-            library, "cuMemHostGetDevicePointer_v2", ctypes.POINTER(ctypes.c_uint64), _POINTER, _FLAGS
-        )
+        driver = cuda_driver()
+        self.check = driver.check
+        self._wait, self._write = (driver.function(f"cuStream{kind}Value32_v2") for kind in ("Wait", "Write"))
+        self._copy_out, self._copy_in = (driver.function(f"cuMemcpy{way}Async_v2") for way in ("DtoH", "HtoD"))
+        self._register = driver.function("cuMemHostRegister_v2")
+        self._release = driver.function("cuMemHostUnregister")
+        self._device_pointer = driver.function("cuMemHostGetDevicePointer_v2")
 
     def register(self, host: int, byte_count: int) -> int:
         self.check("cuMemHostRegister", self._register(host, byte_count, PORTABLE_AND_MAPPED))
@@ -64,14 +54,6 @@ class DriverWords:
 
     def queue(self, stream: int) -> "StreamQueue":
         return StreamQueue(stream, self.check, self._wait, self._write, self._copy_out, self._copy_in)
-
-    def check(self, name: str, code: int) -> None:
-        """Raises RuntimeError unless `code` is 0."""
-        if code:
-            told = ctypes.c_char_p()
-            self._name(code, ctypes.byref(told))
-            words = told.value.decode() if told.value else "an unknown error"
-            raise RuntimeError(f"{name} of the CUDA driver failed: {words} ({code})")
 
 
 class StreamQueue:
@@ -100,9 +82,3 @@ class StreamQueue:
     def copy_in(self, target: int, host: int, byte_count: int) -> None:
         if code := self._copy_in(target, host, byte_count, self._stream):
             self._check("cuMemcpyHtoDAsync", code)
-
-
-def _function(library: ctypes.CDLL, name: str, *kinds: type) -> Call:
-    function = getattr(library, name)
-    function.argtypes, function.restype = list(kinds), ctypes.c_int
-    return function

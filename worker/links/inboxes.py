@@ -29,6 +29,11 @@ class Inboxes:
     on_host: bool
     keep: Any  # what the memory belongs to
 
+    def close(self) -> None:
+        """No kernel may use them any more. Host memory is pinned until then, else it would stay so for good."""
+        if self.on_host:
+            torch.cuda.cudart().cudaHostUnregister(self.keep[1].data_ptr())
+
 
 def open_inboxes(
     words: int, rank: int, size: int, device: torch.device, group: str, peer: bool, tensor: TensorGroup

@@ -1,7 +1,7 @@
 """Makes every communicator at start, warms each with a transfer, and closes them: nothing is created lazily."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,17 +45,19 @@ class Links:
     device: torch.device
     group: str
     local: bool = True
+    sum_by_backend: Callable[[Tensor], None] | None = None  # in place, always by NCCL; None: not a way of its own here
 
-    def open_inboxes(self, words: int) -> "Inboxes | None":
+    def open_inboxes(self, words: int, peer: bool = True) -> "Inboxes | None":
         """Memory of `words` 4-byte words a rank that all ranks' kernels can write; None, on all alike, without one.
 
-        Collective, on CUDA only.
+        Collective, on CUDA only. `peer` False: in host memory.
         """
         from .inboxes import open_inboxes
 
         if not self.local:
             return None
-        return open_inboxes(words, self.rank, self.size, self.device, self.group, not no_peer_asked(), self.tensor)
+        peer = peer and not no_peer_asked()
+        return open_inboxes(words, self.rank, self.size, self.device, self.group, peer, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ def _make(
     pipeline = PipelineEdges(incoming, outgoing, device, throttle)
     kv = KvMoves(kv_group, rank, size, timeout_seconds, throttle)
     backend = Backend(distributed, KvMoves(kv_group, rank, size, timeout_seconds))
-    return Links(rank, size, tensor, pipeline, kv, device, group, local), backend
+    by_backend = distributed.sum_by_backend if device.type == "cuda" and throttle is None else None
+    return Links(rank, size, tensor, pipeline, kv, device, group, local, by_backend), backend
 
 
 def _incoming(group: Any, shared: SharedSegment | None, rank: int, size: int, wait: FlagWait) -> Incoming:

@@ -1,14 +1,13 @@
 """A prompt's chunk on a GPU with all but attention and the ranks' sums in CUDA graphs.
 
 Launched one by one, a layer's thirty kernels cost the host more time than the device needs for a thousand rows. So a
-layer has a few graphs, captured when a chunk of that many rows (rounded up to a bucket) comes the second time; the
-first time the same pieces are launched one by one. Rows beyond the chunk are zero and have no position: they cost
-time, and nothing else. All buffers are static, one set for all buckets.
+layer has a few graphs (`captured`), from the second chunk of that many rows, rounded up to a bucket, on. Rows beyond
+the chunk are zero and have no position: they cost time, and nothing else. All buffers are static, one set for all
+buckets.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +15,18 @@ from torch import Tensor
 from ...proto.ids import Layout
 from ...proto.model import RopeSpec
 from ...proto.placement.plan import Placement
-from ...proto.placement.working import chunk_bucket, chunk_scratch_columns
+from ...proto.placement.working import chunk_bucket, chunk_buckets, chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
 from ..kernels.half import result_type
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.step_ops import Angles
+from .captured import Graphs, place_on
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table, table_blocks
 
 # Layout, bucket, layer, the layer after it where that makes a difference, which of its graphs.
 GraphKey = tuple[Layout, int, int, int | None, str]
+PIECES = 12  # most of a layer in both layouts: before others than its neighbour, and before none, it has some twice
 
 
 @dataclass(slots=True)
@@ -68,10 +69,8 @@ class ChunkPass:
         self._most_rows = chunk_bucket(most_rows)
         self._blocks = table_blocks(context_tokens)
         self._buffers: Buffers | None = None
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._seen: set[GraphKey] = set()
-        self._pool: Any = None  # of all graphs: they run one after another
-        self._stream: torch.cuda.Stream | None = None  # of pieces that are captured, and of their first run
+        most = PIECES * len(decoder.spec.layers) * chunk_buckets(most_rows)
+        self._graphs: Graphs[GraphKey] = Graphs(place_on(decoder.device, keeps_cache=True), most, _named)
 
     def serves(self, rows: int) -> bool:
         return rows <= self._most_rows
@@ -88,7 +87,7 @@ class ChunkPass:
             work = _LayerOfChunk(self._decoder, buffers, bucket, layer, following, layout is Layout.TENSOR)
 
             def play(name: str, piece: Callable[[], None], before: int | None = None, layer: int = layer) -> None:
-                self._play((layout, bucket, layer, before, name), piece)
+                self._graphs.play((layout, bucket, layer, before, name), piece)
 
             if index == 0:
                 play("norm", work.norm)
@@ -123,37 +122,6 @@ class ChunkPass:
         for bundle, run in segment.state.slots.items():
             buffers.tables[bundle][: len(run.index)].copy_(run.index)
         return buffers
-
-    def _play(self, key: GraphKey, work: Callable[[], None]) -> None:
-        """Launch a piece, the second time captured; from then on replay its graph."""
-        if (graph := self._graphs.get(key)) is not None:
-            graph.replay()
-            return
-        if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        if key not in self._seen:
-            self._seen.add(key)
-            self._run_aside(self._stream, work)
-            return
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it empties the allocator's cache each time, and there are hundreds of graphs.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        self._graphs[key] = graph
-        graph.replay()
-
-    @staticmethod
-    def _run_aside(stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """On the stream of the captures, in turn: the matrix library keeps a workspace a stream."""
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            work()
-        current.wait_stream(stream)
 
 
 class _LayerOfChunk:
@@ -255,6 +223,11 @@ class _LayerOfChunk:
         step_ops.finish_half(
             partial, buffers.hidden[: self._bucket], weight, post_weight, epsilon, buffers.normed[: self._bucket]
         )
+
+
+def _named(key: GraphKey) -> str:
+    layout, bucket, layer, _, piece = key
+    return f'piece "{piece}" of layer {layer} for {bucket} rows ({layout})'
 
 
 def _matrices(matrices: Iterable[object]) -> list[QuantMatrix]:

@@ -1,16 +1,17 @@
 """Decode steps as CUDA graphs: a whole step under tensor parallelism, its sums inside.
 
-Most steps choose their token inside the graph too, the greatest or drawn by the request's chain; others end with the
-logits, and the sampler chooses.
+Most steps choose their token on the device too, the greatest or drawn by the request's chain; others end with the
+logits, and the sampler chooses. A batch size (a bucket) has a graph of all up to the logits, and behind it a small one
+a kind of choice (`captured`): so the first sampled token waits for no capture of a whole step.
 
-A graph a batch size (a bucket) and kind of choice, each captured when it is first wanted. Tables, positions and tokens
-are static buffers; a step reads the token that the step before chose, so that several steps run without the host.
-Attention's splits are fixed, so results do not depend on which graph runs, and any context length fits every graph.
+Tables, positions and tokens are static buffers; a step reads the token that the step before chose, so that several
+steps run without the host. Attention's splits are fixed, so results do not depend on which graph runs, and any context
+length fits every graph.
 """
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from ...proto.placement.plan import Placement
 from ..kernels import step_ops
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
-from ..kernels.quant_ops import QuantizedRows
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights
+from .captured import CapturePlace, Graphs, place_on
+from .decode_sums import ChosenSums, StepSums
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BatchBuffers,
@@ -37,6 +39,10 @@ from .step_parts import (
 )
 from .steps import Choice, Draw
 
+Piece = Choice | None  # what comes behind the logits, or all up to them
+IN_ONE_LAUNCH: frozenset[Choice] = frozenset()
+"""Choices in one graph with all that comes before: a launch less a step, for a capture and some 16 MiB more each."""
+
 
 def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     """Whether this rank's own parts are all such as the kernels of a step take."""
@@ -46,24 +52,30 @@ def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     )
 
 
+def _told(piece: Piece) -> str:
+    return "up to the logits" if piece is None else piece.value
+
+
 class _Bucket(BatchBuffers):
     """Static buffers of one batch size, and its graphs once captured."""
 
     def __init__(
-        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int, splits: int
-    ) -> None:
+        self, size: int, spec: ModelSpec, decoder: DeviceDecoder, ranks: int, blocks: int, splits: int,
+        place: CapturePlace | None, sums: StepSums,
+    ) -> None:  # fmt: skip
         super().__init__(size, spec, decoder, ranks, blocks)
         owns = [(layer.own, facts) for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)]
         self.room = PartRoom(size, owns, decoder, splits)
-        self.partial = torch.zeros_like(self.hidden)
+        self.partial, self.sums = torch.zeros_like(self.hidden), sums
         pinned = decoder.device.type == "cuda"
         self.host_results = [
             tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in (self.results.shape, (1,)))
             for _ in range(2)
         ]
         """Twice the results and whether a peer was missing: of steps that nobody has read, and of those behind."""
-        self.graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
-        self.warm: set[Choice] = set()  # whose kernels are compiled
+        self.graphs: Graphs[Piece] = Graphs(
+            place, 1 + len(Choice), lambda piece: f"a decode step of {size} rows, {_told(piece)}"
+        )
 
 
 class IssuedSteps:
@@ -109,13 +121,16 @@ class DecodeSteps:
     """Runs steps of up to 16 requests."""
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int
-    ) -> None:
+        self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int,
+        *, sums: ChosenSums | None = None, in_one_launch: frozenset[Choice] = IN_ONE_LAUNCH,
+    ) -> None:  # fmt: skip
+        """`sums`: over the ranks; None: by the words of `exchange`, as choices always are."""
         self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
+        self._sums, self._in_one_launch = sums or ChosenSums(exchange), in_one_launch
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
-        self._pool: Any = None  # of all graphs: they run one after another
+        self._capturing = place_on(decoder.device)
         self._last: IssuedSteps | None = None
 
     @property
@@ -181,6 +196,10 @@ class DecodeSteps:
         self._last = None
         self._buckets = kept_up_to(requests, self._buckets)
 
+    def close(self) -> None:
+        """Nothing may be run any more: NCCL's communicators end only where no graph holds sums of theirs."""
+        self._buckets.clear()
+
     def _exchange_held(self) -> None:
         """Waits for the steps issued."""
         if self._exchange.ranks > 1:
@@ -190,47 +209,47 @@ class DecodeSteps:
         size = bucket_size(count)
         if size not in self._buckets:
             ranks = self._placement.ranks
-            self._buckets[size] = _Bucket(size, self._spec, self._decoder, ranks, self._blocks, self._splits)
+            self._buckets[size] = _Bucket(
+                size, self._spec, self._decoder, ranks, self._blocks, self._splits, self._capturing,
+                self._sums.of(size),
+            )  # fmt: skip
         return self._buckets[size]
 
     def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
-        known = Choice.GREATEST if choice is Choice.NONE else choice  # has the same kernels, and its own
-        if choice in bucket.graphs:
-            bucket.graphs[choice].replay()
-        elif known not in bucket.warm or not bucket.results.is_cuda:  # Triton may interpret: then nothing is captured
-            self._launch(bucket, known)  # compiles the kernels
-            bucket.warm.add(known)
-        else:
-            torch.cuda.synchronize()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._launch(bucket, choice)
-            bucket.graphs[choice] = graph
-            graph.replay()
+        if choice in self._in_one_launch:
+            bucket.graphs.play(choice, partial(self._launch_all, bucket, choice))
+            return
+        bucket.graphs.play(None, partial(self._launch, bucket))
+        if choice is not Choice.NONE:
+            bucket.graphs.play(choice, partial(self._choose, bucket, choice))
 
-    def _launch(self, bucket: _Bucket, choice: Choice) -> None:
-        decoder, exchange = self._decoder, self._exchange
+    def _launch_all(self, bucket: _Bucket, choice: Choice) -> None:
+        self._launch(bucket)
+        self._choose(bucket, choice)
+
+    def _choose(self, bucket: _Bucket, choice: Choice) -> None:
+        exchange = self._exchange
+        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        decoder, sums = self._decoder, bucket.sums
         weights, epsilon = decoder.weights, self._spec.norm_epsilon
         decoder.embedding.rows(bucket.state.tokens, bucket.hidden)
         decoder.angles(bucket.state.positions, bucket.angles)
         layers = weights.layers
         step_ops.finish_half(None, bucket.hidden, layers[0].attention_norm, None, epsilon, bucket.normed)
         for number, layer in enumerate(layers):
-            last = number + 1 == len(layers)
+            following = weights.output_norm if number + 1 == len(layers) else layers[number + 1].attention_norm
             sent = self._attention(layer, number, bucket)
-            step_ops.finish_half(
+            sums.finish(
                 bucket.partial, bucket.hidden, layer.feed_forward_norm, layer.post_attention_norm, epsilon,
-                bucket.normed, exchange, sent,
+                bucket.normed, sent,
             )  # fmt: skip
             sent = self._feed_forward(layer.own, bucket)
-            step_ops.finish_half(
-                bucket.partial, bucket.hidden, weights.output_norm if last else layers[number + 1].attention_norm,
-                layer.post_feed_forward_norm, epsilon, bucket.normed, exchange, sent,
-            )  # fmt: skip
+            sums.finish(
+                bucket.partial, bucket.hidden, following, layer.post_feed_forward_norm, epsilon, bucket.normed, sent
+            )
         as_quantised(weights.head).multiply_quantized(bucket.normed, bucket.logits)
-        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
 
     def _attention(self, layer: LayerWeights, number: int, bucket: _Bucket) -> bool:
         """The own heads' share, to `bucket.partial`; whether the other ranks are told already."""
@@ -239,7 +258,7 @@ class DecodeSteps:
         if part.query_heads:
             table = bucket.tables[self._placement.stage_of(number)]
             attended = bucket.room.attend(part, number, bucket, table)
-            sent = self._multiply(part.attention_output, attended, bucket, may_send=bias is None)
+            sent = bucket.sums.multiply(part.attention_output, attended, bucket.partial, may_send=bias is None)
         else:
             bucket.partial.zero_()
         if bias is not None:
@@ -249,16 +268,6 @@ class DecodeSteps:
     def _feed_forward(self, part: PartWeights, bucket: _Bucket) -> bool:
         """The own columns' share, likewise."""
         if part.feed_forward:
-            return self._multiply(part.down, bucket.room.gate(part, bucket), bucket)
+            return bucket.sums.multiply(part.down, bucket.room.gate(part, bucket), bucket.partial)
         bucket.partial.zero_()
         return False
-
-    def _multiply(self, matrix: object, x: QuantizedRows, bucket: _Bucket, may_send: bool = True) -> bool:
-        """Into `bucket.partial`; whether the other ranks are told already.
-
-        Each rank decides for itself and for each product: what arrives is the same, whoever sends it.
-        """
-        quantised = as_quantised(matrix)
-        sends = may_send and self._exchange.ranks > 1 and quantised.tells_ranks
-        quantised.multiply_quantized(x, bucket.partial, self._exchange if sends else None)
-        return sends

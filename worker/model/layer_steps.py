@@ -10,7 +10,6 @@ other anywhere.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_planes import Planes
 from ..requests import RequestState
 from ..weights.layer import PartWeights
+from .captured import CapturePlace, Graphs, captured, place_on
 from .device_decoder import DeviceDecoder, table_blocks
 from .step_parts import (
     BatchBuffers,
@@ -38,6 +38,7 @@ from .step_parts import (
 )
 from .steps import Choice, Draw, Work
 
+Piece = Choice | None  # the head with a choice behind it, or the layers
 Broadcast = Callable[[Tensor, int], Tensor]  # (rows, the rank they come from): its content on every rank
 
 
@@ -47,6 +48,10 @@ def can_step_in_layers(spec: ModelSpec, decoder: DeviceDecoder, layers: Iterable
     return head_fits(spec, decoder) and all(
         part_fits(part, spec.layers[layer]) for layer in layers for part in weights[layer].parts
     )
+
+
+def _told(piece: Piece) -> str:
+    return "layers" if piece is None else f"head with {piece.value}"
 
 
 def _without_dense(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
@@ -60,7 +65,7 @@ class _Bucket(BatchBuffers):
 
     def __init__(
         self, size: int, spec: ModelSpec, decoder: DeviceDecoder, layers: Sequence[int], ranks: int, blocks: int,
-        splits: int,
+        splits: int, place: CapturePlace | None,
     ) -> None:  # fmt: skip
         super().__init__(size, spec, decoder, ranks, blocks)
         self.partials = self.hidden.new_zeros((ranks, *self.hidden.shape))
@@ -68,8 +73,9 @@ class _Bucket(BatchBuffers):
         if layers:
             held = [[(part, spec.layers[layer]) for part in decoder.weights.layers[layer].parts] for layer in layers]
             self.rooms = [PartRoom(size, each, decoder, splits) for each in zip(*held, strict=True)]
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.warm: set[str] = set()
+        self.graphs: Graphs[Piece] = Graphs(
+            place, 1 + len(Choice), lambda piece: f"a step's {_told(piece)} over {size} rows"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +119,9 @@ class LayerSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(rank, part) for part in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
-        self._on_device = decoder.device.type == "cuda"  # else Triton interprets, and nothing is captured
-        self._pool: Any = None  # of all graphs: they run one after another
+        self._capturing = place_on(decoder.device)
         # Dense pieces go to the library, which takes a workspace of its own for every stream.
-        apart = side_by_side and self._on_device and _without_dense(decoder, self._layers)
+        apart = side_by_side and self._capturing is not None and _without_dense(decoder, self._layers)
         others = placement.ranks - 1 if apart else 0
         self._branches = Branches(tuple(torch.cuda.Stream(decoder.device) for _ in range(others)))
 
@@ -166,6 +171,9 @@ class LayerSteps:
     def forget_beyond(self, requests: int) -> None:
         self._buckets = kept_up_to(requests, self._buckets)
 
+    def close(self) -> None:
+        self._buckets.clear()
+
     def feed(self, states: Sequence[RequestState], tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set what the next step reads; rows beyond the requests have no position."""
         bucket = self._bucket(len(states))
@@ -179,20 +187,19 @@ class LayerSteps:
     def run_stage(self, count: int) -> None:
         """This stage's layers over the hidden rows; the first stage looks its tokens up."""
         bucket = self._bucket(count)
-        self._play(bucket, "layers", partial(self._launch_layers, bucket))
+        bucket.graphs.play(None, partial(self._launch_layers, bucket))
 
     def run_head(self, count: int, choice: Choice) -> None:
         """The head over the hidden rows, and the token that is the next step's input, if the device chooses."""
         bucket = self._bucket(count)
-        self._play(bucket, f"head, {choice.name}", partial(self._launch_head, bucket, choice))
+        bucket.graphs.play(choice, partial(self._launch_head, bucket, choice))
 
     def alone(self, states: Sequence[RequestState], position: int, layers: Sequence[int]) -> Work:
         """Some layers of the stage over whatever rows there are, to be timed: captured where that can be."""
         self.feed(states, [0] * len(states), [position] * len(states))
         bucket = self._bucket(len(states))
-        work = partial(self._launch, bucket, layers)
-        work()  # compiles the kernels
-        return self._captured(work).replay if self._on_device else work
+        what = f"{len(layers)} layers of a step over {bucket.size} rows"
+        return captured(self._capturing, partial(self._launch, bucket, layers), what)
 
     def _one_step(self, count: int, choice: Choice) -> None:
         hidden = self.hidden(count)
@@ -209,29 +216,9 @@ class LayerSteps:
         if size not in self._buckets:
             ranks = self._placement.ranks
             self._buckets[size] = _Bucket(
-                size, self._spec, self._decoder, self._layers, ranks, self._blocks, self._splits
+                size, self._spec, self._decoder, self._layers, ranks, self._blocks, self._splits, self._capturing
             )
         return self._buckets[size]
-
-    def _play(self, bucket: _Bucket, piece: str, work: Work) -> None:
-        """Launch a piece, the second time captured; from then on replay its graph."""
-        if (graph := bucket.graphs.get(piece)) is not None:
-            graph.replay()
-        elif piece not in bucket.warm or not self._on_device:
-            work()  # compiles the kernels
-            bucket.warm.add(piece)
-        else:
-            bucket.graphs[piece] = self._captured(work)
-            bucket.graphs[piece].replay()
-
-    def _captured(self, work: Work) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        return graph
 
     def _launch_layers(self, bucket: _Bucket) -> None:
         if self._rank == self._first:

@@ -78,6 +78,9 @@ class Steps(Protocol):
     def forget_beyond(self, requests: int) -> None:
         """Give up what is kept for larger batches than of so many; nothing may be under way. It comes back with use."""
 
+    def close(self) -> None:
+        """Give up all of it, for good; before the links are."""
+
 
 class StageSteps(Steps, Protocol):
     """Steps through the stages, in pieces, as they are timed."""

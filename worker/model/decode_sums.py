@@ -1,0 +1,154 @@
+"""A decode step's sums over the ranks, by the way that is quickest here (`sum_choice`), and what is timed to know it.
+
+What is timed is what steps run: a product that sends its sums where it can, the sum, and the norm behind it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..kernels import step_ops
+from ..kernels.exchange import Exchange
+from ..kernels.quant_matrix import QuantMatrix, as_quantised
+from ..kernels.quant_ops import QuantizedRows
+from ..links.tensor_group import TensorGroup
+from .step_parts import check_peers
+from .steps import Work
+from .sum_choice import SumWay, Trial
+
+SUMS = 8  # one behind the other, beside one at which the ranks meet
+PASSES = 3  # beside one that compiles kernels; the best counts
+DELAY_CYCLES = 3_000_000  # of the device's clock, some 1.5 ms: meanwhile the host issues a pass
+
+SumUp = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """How partial sums of a step become sums over the ranks, in two halves: with the product, and before the norm."""
+
+    exchange: Exchange
+    sum_up: SumUp | None = None  # over all ranks, in place; None: by the exchange's words
+
+    def multiply(self, matrix: object, x: QuantizedRows, partial: Tensor, may_send: bool = True) -> bool:
+        """`partial` = x @ matrix^T, this rank's share; whether the other ranks are told already.
+
+        Each rank decides for itself and for each product: what arrives is the same, whoever sends it.
+        """
+        quantised = as_quantised(matrix)
+        sends = may_send and self.sum_up is None and self.exchange.ranks > 1 and quantised.tells_ranks
+        quantised.multiply_quantized(x, partial, self.exchange if sends else None)
+        return sends
+
+    def finish(
+        self, partial: Tensor, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
+        normed: QuantizedRows, sent: bool,
+    ) -> None:  # fmt: skip
+        """hidden += the sum over ranks of `partial`, and its norm: as `step_ops.finish_half`."""
+        if self.sum_up is None:
+            step_ops.finish_half(partial, hidden, weight, post_weight, epsilon, normed, self.exchange, sent)
+            return
+        self.sum_up(partial)
+        step_ops.finish_half(partial, hidden, weight, post_weight, epsilon, normed)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSums:
+    """What all ranks do alike."""
+
+    exchange: Exchange
+    sum_up: SumUp | None = None  # by NCCL
+    by_nccl: frozenset[int] = frozenset()  # batch sizes
+
+    def of(self, size: int) -> StepSums:
+        """For batches of that size."""
+        return StepSums(self.exchange, self.sum_up if size in self.by_nccl else None)
+
+
+class DeviceClock:
+    """By the device's own events, behind a delay: what the host takes to issue is not in it.
+
+    The clock starts behind a first sum, where the ranks have met.
+    """
+
+    def __init__(self, ranks: TensorGroup, rank: int, size: int, device: torch.device) -> None:
+        self._ranks, self._rank, self._size, self._device = ranks, rank, size, device
+
+    def seconds(self, work: Work) -> float:
+        work()  # compiles
+        passes = []
+        for _ in range(PASSES):
+            torch.cuda.synchronize(self._device)
+            self._ranks.barrier()
+            torch.cuda._sleep(DELAY_CYCLES)
+            work()
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            for _ in range(SUMS):
+                work()
+            ended.record()
+            ended.synchronize()
+            passes.append(begun.elapsed_time(ended) / 1e3 / SUMS)
+        return min(passes)
+
+    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        each = torch.zeros(self._size, len(numbers), device=self._device)
+        each[self._rank] = torch.tensor(numbers)
+        return tuple(self._ranks.all_reduce(each).amax(0).tolist())
+
+
+@dataclass(slots=True)
+class SumBench:
+    """Products to be timed: a feed-forward block's last one, over made-up rows, zeros (`sum_choice.SumTrials`).
+
+    `down` None: this rank has no columns of it. `in_host_memory` opens another exchange, where that can be.
+    """
+
+    down: QuantMatrix | None
+    weight: Tensor  # of the norm behind it, and after the sum the next
+    post_weight: Tensor | None
+    epsilon: float
+    opened: Exchange
+    in_host_memory: Callable[[], Exchange | None]
+    sum_up: SumUp
+    exchanges: dict[SumWay, Exchange] = field(default_factory=dict)  # as they have been tried
+
+    def without(self, rows: int) -> Work:
+        return self._work(rows, None)
+
+    def by(self, way: SumWay) -> Trial | None:
+        if way is SumWay.NCCL:
+            return lambda rows: self._work(rows, StepSums(self.opened, self.sum_up))
+        if self.opened.on_host == (way is SumWay.HOST):
+            exchange: Exchange | None = self.opened
+        else:
+            exchange = self.in_host_memory() if way is SumWay.HOST else None
+        if exchange is None:
+            return None
+        self.exchanges[way] = found = exchange
+        return lambda rows: self._work(rows, StepSums(found))
+
+    def check(self) -> None:
+        """Raises WorkerLostError where a rank did not take part."""
+        for exchange in self.exchanges.values():
+            check_peers(int(exchange.failed.item()))
+
+    def _work(self, rows: int, sums: StepSums | None) -> Work:
+        device, down, width = self.weight.device, self.down, self.weight.numel()
+        x = None if down is None else QuantizedRows.empty(rows, down.held_columns, device)
+        partial, hidden = (torch.zeros((rows, width), device=device) for _ in range(2))
+        normed = QuantizedRows.empty(rows, width, device)
+        norms = hidden, self.weight, self.post_weight, self.epsilon, normed
+
+        def work() -> None:
+            if sums is None:
+                if down is not None and x is not None:
+                    down.multiply_quantized(x, partial)
+                step_ops.finish_half(partial, *norms)
+                return
+            sent = down is not None and x is not None and sums.multiply(down, x, partial)
+            sums.finish(partial, *norms, sent)
+
+        return work
