@@ -52,6 +52,7 @@ class AgentWatch:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
+        """Of those that have not ended."""
         return tuple(pid for _, pid in self._workers)
 
     def stopped(self) -> tuple[tuple[Rank, int], ...]:
@@ -80,6 +81,8 @@ class AgentWatch:
             case Started(pids=pids):
                 self._workers = tuple((Rank(rank), pid) for rank, pid in pids)
             case Ended():
+                # The agent reaps it now: its pid may soon be another's.
+                self._workers = tuple(one for one in self._workers if one[1] != line.pid)
                 self._failure = self._failure or LaunchFailure(
                     rank=Rank(line.rank),
                     pid=line.pid,

@@ -52,6 +52,16 @@ def interrupts_raised() -> Iterator[None]:
 
 
 @contextmanager
+def signals_deferred() -> Iterator[None]:
+    """What arrives in here is acted on behind it. Not for starting processes: they would have it blocked for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def signals_ignored() -> Iterator[None]:
     """For bounded clean-up, which a second Ctrl-C must not cut short. Off the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():

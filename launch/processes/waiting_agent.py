@@ -14,7 +14,7 @@ from ...proto.library_environment import THREAD_VARIABLES
 from ..settings.user_folders import current_settings, logs_folder
 from .agent_lines import Order
 from .run_logs import RunFolder, open_run_folder
-from .signals import signals_ignored
+from .signals import signals_deferred, signals_ignored
 
 WORKER_MODULE = "gearshift.worker"
 IMPORTED_AHEAD = ("gearshift.worker.loop",)
@@ -37,7 +37,9 @@ class WaitingAgent:
     @classmethod
     def start(cls, threads: int, device: str, import_ahead: Sequence[str] = IMPORTED_AHEAD) -> Self:
         """From a thread that outlives it. `threads`: of each worker on the CPU."""
-        run_folder = open_run_folder(logs_folder(), current_settings().whole_number("kept_runs"))
+        kept_runs = current_settings().whole_number("kept_runs")
+        with signals_deferred():  # else Ctrl-C may leave a folder, or the file that `tempfile` tries a folder with
+            run_folder = open_run_folder(logs_folder(), kept_runs)
         read_end, write_end = os.pipe()
         try:
             process = subprocess.Popen(
