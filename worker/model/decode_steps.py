@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a whole step under tensor parallelism, its sums inside.
 
 Most steps choose their token on the device too, the greatest or drawn by the request's chain; others end with the
-logits, and the sampler chooses. A batch size (a bucket) has a graph of all up to the logits, and behind it a small one
-a kind of choice (`captured`): so the first sampled token waits for no capture of a whole step.
+logits, and the sampler chooses. A batch size (a bucket) has a graph for each of these kinds: a graph for the choice
+alone, behind one that kinds share, would cost a small model's step 13 us (docs/decisions/device_sampling.md).
 
 Tables, positions and tokens are static buffers; a step reads the token that the step before chose, so that several
 steps run without the host. Attention's splits are fixed, so results do not depend on which graph runs, and any context
@@ -39,10 +39,6 @@ from .step_parts import (
 )
 from .steps import Choice, Draw
 
-Piece = Choice | None  # what comes behind the logits, or all up to them
-IN_ONE_LAUNCH: frozenset[Choice] = frozenset()
-"""Choices in one graph with all that comes before: a launch less a step, for a capture and some 16 MiB more each."""
-
 
 def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
     """Whether this rank's own parts are all such as the kernels of a step take."""
@@ -50,10 +46,6 @@ def can_step(spec: ModelSpec, decoder: DeviceDecoder) -> bool:
         part_fits(layer.own, facts)
         for layer, facts in zip(decoder.weights.layers, spec.layers, strict=True)
     )
-
-
-def _told(piece: Piece) -> str:
-    return "up to the logits" if piece is None else piece.value
 
 
 class _Bucket(BatchBuffers):
@@ -73,8 +65,8 @@ class _Bucket(BatchBuffers):
             for _ in range(2)
         ]
         """Twice the results and whether a peer was missing: of steps that nobody has read, and of those behind."""
-        self.graphs: Graphs[Piece] = Graphs(
-            place, 1 + len(Choice), lambda piece: f"a decode step of {size} rows, {_told(piece)}"
+        self.graphs: Graphs[Choice] = Graphs(
+            place, len(Choice), lambda choice: f"a decode step of {size} rows, choice {choice.value}"
         )
 
 
@@ -122,11 +114,11 @@ class DecodeSteps:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, decoder: DeviceDecoder, exchange: Exchange, context_tokens: int,
-        *, sums: ChosenSums | None = None, in_one_launch: frozenset[Choice] = IN_ONE_LAUNCH,
+        sums: ChosenSums | None = None,
     ) -> None:  # fmt: skip
         """`sums`: over the ranks; None: by the words of `exchange`, as choices always are."""
         self._spec, self._placement, self._decoder, self._exchange = spec, placement, decoder, exchange
-        self._sums, self._in_one_launch = sums or ChosenSums(exchange), in_one_launch
+        self._sums = sums or ChosenSums(exchange)
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
@@ -216,20 +208,13 @@ class DecodeSteps:
         return self._buckets[size]
 
     def _one_step(self, bucket: _Bucket, choice: Choice) -> None:
-        if choice in self._in_one_launch:
-            bucket.graphs.play(choice, partial(self._launch_all, bucket, choice))
-            return
-        bucket.graphs.play(None, partial(self._launch, bucket))
-        if choice is not Choice.NONE:
-            bucket.graphs.play(choice, partial(self._choose, bucket, choice))
+        bucket.graphs.play(choice, partial(self._launch_all, bucket, choice))
 
     def _launch_all(self, bucket: _Bucket, choice: Choice) -> None:
         self._launch(bucket)
-        self._choose(bucket, choice)
-
-    def _choose(self, bucket: _Bucket, choice: Choice) -> None:
-        exchange = self._exchange
-        bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
+        if choice is not Choice.NONE:
+            exchange = self._exchange
+            bucket.choose(choice, self._placement.vocab[exchange.rank].first, self._spec.logit_scale, exchange)
 
     def _launch(self, bucket: _Bucket) -> None:
         decoder, sums = self._decoder, bucket.sums
