@@ -112,9 +112,11 @@ def images_for(capability: tuple[int, int]) -> Images:
     return Images(Compiler(f"sm_{capability[0]}{capability[1]}"), KeptImages(folder))
 
 
-def compile_ahead(pieces: Iterable[tuple[str, int, int]], rank: int, ranks: int, device: torch.device) -> None:
-    """Begin to compile all that matrices of these (type, rows, columns) will take, while they are being loaded."""
-    sources = [variant.source for variant in variants_of(pieces)]
+def compile_ahead(
+    pieces: Iterable[tuple[str, int, int]], rank: int, ranks: int, device: torch.device, more: Sequence[str] = ()
+) -> None:
+    """Begin to compile all that matrices of these (type, rows, columns) take, and `more`, while they are loaded."""
+    sources = [*(variant.source for variant in variants_of(pieces)), *more]
     threads = min(MOST_THREADS, torch.get_num_threads())
     images_for(torch.cuda.get_device_capability(device)).make_ahead(sources, len(sources) * rank // ranks, threads)
 

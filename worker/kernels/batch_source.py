@@ -17,18 +17,10 @@ four where scales span 16 columns).
 from ...proto.device_sizes import MOST_ROWS, SPAN
 from .quant_planes import PlaneFormat
 
-SOURCE = r"""
+INSTRUCTIONS = r"""
 // Integer sums that start at 0x4B400000 are, read as a float, 12582912 + sum: that saves the slow conversion.
 #define MAGIC 0x4B400000
 #define PIVOT 12582912.0f
-#define WORDS (BITS / 2)  // of a thread's codes, of one row and 64 columns
-#define FACTORS (KIND == 3 ? 2 : 1)  // words of factors, of one row and 64 columns
-#define LEAST (KIND != 2 || ZERO != 0)
-#if KIND <= 1
-typedef int Sum;
-#else
-typedef float Sum;
-#endif
 
 __device__ __forceinline__ float half_bits(unsigned bits) {
   float value;
@@ -107,6 +99,18 @@ __device__ __forceinline__ unsigned stream_half(const void* from) {
   asm volatile("ld.global.nc.L1::evict_first.u16 %0, [%1];" : "=h"(half) : "l"(from));
   return half;
 }
+
+"""
+
+SOURCE = r"""
+#define WORDS (BITS / 2)  // of a thread's codes, of one row and 64 columns
+#define FACTORS (KIND == 3 ? 2 : 1)  // words of factors, of one row and 64 columns
+#define LEAST (KIND != 2 || ZERO != 0)
+#if KIND <= 1
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
 
 // One matrix row of a span as it lies in memory: this thread's codes, and the factors of group t of its four groups.
 struct Row { unsigned code[4][WORDS], high[4], factor[FACTORS], super; };
@@ -359,7 +363,7 @@ def source(form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: 
         "BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero,
         "MT": tiles, "NT": rows_of_eight, "WARPS": warps, "BLOCKS": blocks, "WHOLE": int(whole), "ROWS": MOST_ROWS,
     }  # fmt: skip
-    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + SOURCE
+    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + INSTRUCTIONS + SOURCE
 
 
 def warps_of(columns: int, most: int) -> int:
