@@ -115,7 +115,7 @@ def product(rows: int, columns: int, type_name: str, batch: int, tile: tuple[int
 
 
 def library_product(rows: int, columns: int) -> Case:
-    """Types without planes, and F16 and BF16: the library's product over bf16."""
+    """F16 and BF16: the library's product over bf16."""
     weights = halves(rows, columns)
     copies = [weights] + [weights.clone() for _ in range(copies_of(weights.nbytes) - 1)]
     x = halves(1, columns)

@@ -49,7 +49,7 @@ CALLS = {
 }
 RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns from the third on
 # rows, units of 32 columns (of whole blocks), warps that share, blocks: rows and units that do not come out even
-ROW_SHAPES = [(5, 16, 1, 1), (19, 40, 2, 2), (6, 72, 8, 3), (1, 8, 4, 1)]
+ROW_SHAPES = [(5, 16, 1, 1), (19, 40, 2, 2), (6, 72, 8, 3), (3, 8, 4, 1)]
 BATCH_SHAPES = [(37, 48, 16, 2), (16, 8, 9, 4), (20, 24, 3, 1)]  # rows, units, batch, blocks
 MORE_BATCHES = (("Q2_K", Kernel.BATCH_8, 800), ("Q2_K", Kernel.BATCH_16, 750), ("IQ4_NL", Kernel.BATCH_8, 750))
 RAGGED_UNITS = 3  # more of them, where a block is one
@@ -61,7 +61,7 @@ Lines = list[tuple[str, float, float]]  # (what, found, most allowed)
 
 def compiled(text: str, function: str, folder: str, card: int) -> Launch:
     """For a card of that capability, times 100."""
-    for name in (*INSTRUCTIONS, "pick", "pack_f16"):
+    for name in (*INSTRUCTIONS, "pick", "shared_place", "shared_word", "pack_f16"):
         instruction = re.compile(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", flags=re.DOTALL)
         text, found = instruction.subn("", text, count=1)
         assert found == 1, name
@@ -121,7 +121,7 @@ def check_row(name: str, _: Kernel, card: int, launch: Launch) -> Lines:
         told.check(out[:, :rows])
         wanted = x.expanded(torch.float64) @ expanded_blocks(blocks).double().T
         error = relative_error(out[:, :rows], wanted)
-        lines.append((f"{name} one row at {card}, {rows} x {blocks.columns}", error, 2e-6))
+        lines.append((f"{name} one row at {card}, {rows} x {blocks.columns}", error, 5e-6))
     return lines
 
 
@@ -143,7 +143,7 @@ def check_batch(name: str, kernel: Kernel, card: int, launch: Launch) -> Lines:
         told.check(out[:, :rows].contiguous())
         wanted = x.expanded(torch.float64) @ expanded_blocks(blocks).double().T
         error = relative_error(out[:, :rows], wanted)
-        lines.append((f"{name} {batch} rows at {card}, {rows} x {blocks.columns}", error, 2e-6))
+        lines.append((f"{name} {batch} rows at {card}, {rows} x {blocks.columns}", error, 5e-6))
     return lines
 
 

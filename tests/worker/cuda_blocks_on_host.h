@@ -1,6 +1,9 @@
 // What the kernels over GGUF's own blocks need beside cuda_on_host.h.
 #include "cuda_on_host.h"
 
+#define __align__(bytes) __attribute__((aligned(bytes)))
+using std::max;
+
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -28,6 +31,10 @@ static unsigned pick(unsigned low, unsigned high, unsigned nibbles) {
   if (nibbles & 0x8888) fail("a nibble would choose a sign");
   return __byte_perm(low, high, nibbles);
 }
+
+static char shared_base;
+static unsigned shared_place(const unsigned* from) { return (unsigned)((const char*)from - &shared_base); }
+static unsigned shared_word(unsigned place) { return *(const unsigned*)(&shared_base + (int)place); }
 
 static unsigned pack_f16(float low, float high) {
   _Float16 pair[2] = {(_Float16)low, (_Float16)high};

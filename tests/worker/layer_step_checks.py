@@ -97,7 +97,7 @@ def plain_product(planes: Planes | Blocks, x: QuantizedRows, out: torch.Tensor, 
 
 def check_stages(
     folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset(), kv_type: KvType = KvType.F16,
-    shares: tuple[float, float] = (1.0, 1.0), shape: dict[str, Any] = SHAPE,
+    shares: tuple[float, float] = (1.0, 1.0), shape: dict[str, Any] = SHAPE, most: float = 1.5e-2,
 ) -> Iterator[tuple[str, float, float]]:  # fmt: skip
     """Two stages of two parts: steps, each written where the next reads it; (what, found, most allowed)."""
     name = f"{arch}, {len(whole)} whole, {kv_type}, {shares[0]:g} to {shares[1]:g}"
@@ -117,7 +117,7 @@ def check_stages(
     written, caches = [stage.kv.arena.clone() for stage in stages], [cached(stage) for stage in stages]
     wanted = both(passed)
     # There int8 is of attention's results in f16.
-    yield f"{name}: logits", relative_error(torch.stack(found), torch.stack(wanted)), 1.5e-2
+    yield f"{name}: logits", relative_error(torch.stack(found), torch.stack(wanted)), most
     for stage, cache, arena, old in zip(stages, caches, written, before, strict=True):
         yield f"{name}: cache of {stage.rank}", relative_error(cache, cached(stage)), 5e-3
         changed = (arena != old).any(dim=1).sum()
@@ -327,7 +327,7 @@ def main() -> int:
         folder = Path(name)
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
         checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
-        checks += [check_stages(folder, "qwen3", 1, shape=BLOCKS)]
+        checks += [check_stages(folder, "qwen3", 1, shape=BLOCKS, most=3e-2)]
         checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
         checks += [check_chunk_attention(folder, KvType.Q8_0, 0), check_chunk_attention(folder, KvType.F16, 30)]
         checks += [check_decode_steps(folder), check_choice(folder)]

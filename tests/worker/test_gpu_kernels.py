@@ -135,7 +135,8 @@ print(shared)
 
 COMPILE_CUDA = """
 import sys
-from gearshift.worker.kernels import batch_source
+from gearshift.worker.kernels import batch_source, block_source
+from gearshift.worker.kernels.block_types import BLOCK_FORMATS
 from gearshift.worker.kernels.cuda_source import Compiler
 from gearshift.worker.kernels.quant_planes import FORMATS
 
@@ -144,6 +145,10 @@ for form in FORMATS.values():
     for tile, whole in (((1, 8, 2), True), ((1, 16, 1), True), ((1, 8, 2), False)):
         assert compiler.image(batch_source.source(form, tile, 2, whole)).startswith(bytes((127, *b"ELF")))
         print(batch_source.shared_bytes(tile, 2))
+for blocks in BLOCK_FORMATS.values():
+    for kernel in block_source.Kernel:
+        assert compiler.image(block_source.source(blocks, kernel)).startswith(bytes((127, *b"ELF")))
+        print(block_source.shared_bytes(blocks, kernel))
 """
 
 
@@ -187,6 +192,12 @@ def test_products_of_many_rows_are_right_when_a_compiler_for_the_host_runs_their
     if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
         pytest.skip("needs g++")
     run(["-m", "gearshift.tests.worker.batch_kernel_on_host"], TRITON_INTERPRET="1")
+
+
+def test_products_and_expansions_of_blocks_are_right_when_a_compiler_for_the_host_runs_their_source() -> None:
+    if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    run(["-m", "gearshift.tests.worker.block_kernel_on_host"], TRITON_INTERPRET="1")
 
 
 def test_passes_in_f16_are_near_those_in_f32_in_the_interpreter() -> None:

@@ -20,27 +20,41 @@ COMMON = r"""
 #else
 #define RUN_COLUMN(part, run) ((part) * 32 + (run) * 8)
 #endif
+typedef const unsigned char* Bytes;
+
 #define SCALE_OF(run) ((run) * SCALES / 4)
 
 struct Unit {
   unsigned code[4][2];
-  float scale[SCALES];
+  float scale[SCALES];  // a weight is scale * (code - ZERO)
 #if LEAST
-  unsigned least[4];  // a weight is scale * code - super_least * least
+  unsigned least;  // less super_least times a run's byte of this
   float super_least;
 #endif
 };
 
-// BYTES of a block from `from` on, as the aligned words that hold them.
+// Where a block lies: `odd` bytes behind an aligned word. Neighbouring units of a lane have the same.
+struct Start {
+  Bytes aligned;
+  int odd;
+  __device__ __forceinline__ explicit Start(Bytes block) {
+    odd = ALIGNED == 4 ? 0 : (int)((unsigned long long)block & 3);
+    aligned = block - odd;
+  }
+  __device__ __forceinline__ Bytes at(int offset) const { return aligned + (odd + offset); }
+};
+
+// BYTES of a block from `offset` on, as the aligned words that hold them.
 template <int BYTES> struct Field {
   static const int COUNT = (BYTES + 3 - ALIGNED + 4) / 4, SURE = (BYTES + 3) / 4;
   unsigned raw[COUNT], shift;
-  __device__ __forceinline__ void load(const unsigned char* from, int wanted = BYTES) {
-    const unsigned beside = ALIGNED == 4 ? 0 : (unsigned)(unsigned long long)from & 3;
+  __device__ __forceinline__ void load(const Start& block, int offset, int wanted = BYTES) {
+    const int beside = ALIGNED == 4 ? 0 : (block.odd + offset) & 3;
+    const Bytes from = block.at(offset - beside);
     shift = 8 * beside;
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-      raw[i] = (i < SURE && wanted == BYTES) || beside + wanted > 4 * i ? stream_part(from - beside + 4 * i) : 0;
+      raw[i] = (i < SURE && wanted == BYTES) || beside + wanted > 4 * i ? stream_part(from + 4 * i) : 0;
   }
   __device__ __forceinline__ unsigned word(int i) const {
     return ALIGNED == 4 ? raw[i] : __funnelshift_r(raw[i], i + 1 < COUNT ? raw[i + 1 < COUNT ? i + 1 : i] : 0, shift);
@@ -51,38 +65,55 @@ __device__ __forceinline__ float small_float(unsigned code) {  // of less than 2
   return __int_as_float(code | 0x4B000000) - 8388608.0f;
 }
 
-__device__ __forceinline__ unsigned less(unsigned bytes, unsigned each) {  // of bytes below 128, signed differences
-  return ((bytes | 0x80808080) - each) ^ 0x80808080;
+__device__ __forceinline__ float byte_float(unsigned word, int i, int zero = 0) {  // of byte i, less `zero`
+  return __int_as_float(pick(word, 0x4B000000, 0x7440 | i)) - (8388608.0f + zero);
 }
 
-__device__ __forceinline__ unsigned byte_of(unsigned word, int i) { return (word >> (8 * i)) & 255; }
+__device__ __forceinline__ unsigned signed_code(unsigned bytes) {  // codes as they are, ZERO taken from each
+  return ZERO ? ((bytes | 0x80808080) - ZERO * 0x01010101u) ^ 0x80808080 : bytes;
+}
 
-// The file keeps seven of eight signs; their number is even.
-__device__ __forceinline__ unsigned with_eighth(unsigned seven) { return seven | (__popc(seven) & 1) << 7; }
-
-// Bit i of eight to bit 4 * i + 2.
+// Bit i of eight to bit 4 * i + 2: products that meet elsewhere carry into bits that are masked away.
 __device__ __forceinline__ unsigned to_nibbles(unsigned bits) {
-  bits = (bits | bits << 12) & 0x000F000F;
-  bits = (bits | bits << 6) & 0x03030303;
-  return ((bits | bits << 3) & 0x11111111) << 2;
+  return ((bits & 0x55) * (0x41041 << 2) & 0x04040404) | ((bits & 0xAA) * (0x41041 << 5) & 0x40404040);
 }
+
+__device__ __forceinline__ unsigned byte_of(unsigned word, int i) { return pick(word, 0, 0x4440 | i); }
+
+// Bits of a word from bit `from` on, as the ninth and later bits of a number.
+__device__ __forceinline__ unsigned ninth(unsigned word, int from, int bits) {
+  return (from > 8 ? word >> (from - 8) : word << (8 - from)) & ((1u << bits) - 1) << 8;
+}
+
+// Tables in shared memory, each word as often as fits, for lanes to read theirs from banks of their own.
+struct Books {
+  unsigned grid, signs;  // as `shared_place` gives them
+  __device__ __forceinline__ unsigned entry(unsigned number) const {
+    return shared_word(grid + number * (4 * GRID_COPIES));
+  }
+  // Eight signs, as nibbles. Where the file keeps seven their number is even.
+  __device__ __forceinline__ unsigned signs_of(unsigned bits) const {
+    return shared_word(signs + bits * (4 * SIGN_COPIES));
+  }
+};
 
 __device__ __forceinline__ void choose(unsigned* code, unsigned nibbles, unsigned low, unsigned high) {
   code[0] = pick(low, high, nibbles);
   code[1] = pick(low, high, nibbles >> 16);
 }
 
-__device__ __forceinline__ void signed_entry(unsigned* code, unsigned entry, unsigned signs) {  // of 8, 25 and 43
-  choose(code, entry | to_nibbles(signs), 0x002B1908, 0x00D5E7F8);
+// Of 8, 25 and 43; signs as nibbles.
+__device__ __forceinline__ void signed_entry(unsigned* code, unsigned entry, unsigned signs) {
+  choose(code, entry | signs, 0x002B1908, 0x00D5E7F8);
 }
 
 __device__ __forceinline__ void shifted_entry(unsigned* code, unsigned entry, bool down) {  // -8, 0, 8, 1 more or less
   choose(code, down ? entry | 0x44444444 : entry, 0x000901F9, 0x0007FFF7);
 }
 
-__device__ __forceinline__ unsigned with_signs(unsigned four, unsigned signs) {  // no byte is 0, so none carries
-  unsigned negative = (signs & 15) * 0x00204081 & 0x01010101;
-  return (four ^ negative * 255) + negative;
+__device__ __forceinline__ unsigned with_signs(unsigned four, unsigned nibbles) {  // no byte is 0, so none carries
+  const unsigned mask = pick(0, 0xFF, nibbles);
+  return (four ^ mask) + (mask & 0x01010101);
 }
 
 // Eight nibbles by a table of 16 bytes: low nibbles' values, and high nibbles'.
@@ -107,20 +138,20 @@ __device__ __forceinline__ void codes_of_nibbles(Unit& unit, const unsigned* wor
 Q2_K = r"""
 struct Raw { Field<8> codes, scales; Field<4> supers; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 16 + part * 8);
-  raw.scales.load(block + part / 4 * 8);
-  raw.supers.load(block + 80);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 16 + part * 8);
+  raw.scales.load(block, part / 4 * 8);
+  raw.supers.load(block, 80);
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books&) {
   const float d = half_bits(raw.supers.word(0) & 0xFFFF);
+  const unsigned packed = pick(raw.scales.word(0), raw.scales.word(1), part % 4 / 2 * 0x1111 + 0x6420);
   unit.super_least = half_bits(raw.supers.word(0) >> 16);
+  unit.least = packed >> 4 & 0x0F0F0F0F;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned packed = raw.scales.word(i / 2) >> (i % 2 * 16 + part % 4 / 2 * 8);
-    unit.scale[i] = d * small_float(packed & 15);
-    unit.least[i] = packed >> 4 & 15;
+    unit.scale[i] = d * byte_float(packed & 0x0F0F0F0F, i);
 #pragma unroll
     for (int w = 0; w < 2; w++) unit.code[i][w] = raw.codes.word(w) >> 2 * i & 0x03030303;
   }
@@ -130,25 +161,27 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 Q3_K = r"""
 struct Raw { Field<8> high, codes; Field<14> scales; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.high.load(block + part % 4 * 8);
-  raw.codes.load(block + 32 + part * 8);
-  raw.scales.load(block + 96);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.high.load(block, part % 4 * 8);
+  raw.codes.load(block, 32 + part * 8);
+  raw.scales.load(block, 96);
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned*) {
-  const int half = part / 4, side = part % 4 / 2;
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books&) {
+  // A run's scale: four bits, and two that runs 0 and 2, and 1 and 3, have in one byte.
+  const int shift = part / 4 * 4, side = part % 4 / 2 * 0x1111;
+  const unsigned low = pick(raw.scales.word(0), raw.scales.word(1), side + 0x6420) >> shift & 0x0F0F0F0F;
+  const unsigned top = pick(raw.scales.word(2), 0, side + 0x2020) >> shift;
+  const unsigned scales = low | (top << 4 & 0x3030) | (top << 2 & 0x30300000);
   const float d = half_bits(raw.scales.word(3) & 0xFFFF);
+  const unsigned high[2] = {raw.high.word(0) >> shift, raw.high.word(1) >> shift};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned low = raw.scales.word(i / 2) >> (i % 2 * 16 + side * 8 + half * 4) & 15;
-    unsigned top = raw.scales.word(2) >> (i % 2 * 16 + side * 8 + half * 4 + i / 2 * 2) & 3;
-    unit.scale[i] = d * (small_float(low | top << 4) - 32.0f);
+    unit.scale[i] = d * byte_float(scales, i, 32);
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-      unsigned bit = raw.high.word(w) >> (half * 4 + i) & 0x01010101;
-      unit.code[i][w] = less((raw.codes.word(w) >> 2 * i & 0x03030303) | bit << 2, 0x04040404);
-    }
+    for (int w = 0; w < 2; w++)
+      unit.code[i][w] = (raw.codes.word(w) >> 2 * i & 0x03030303) |
+                        ((i < 2 ? high[w] << (2 - i) : high[w] >> (i - 2)) & 0x04040404);
   }
 }
 """
@@ -156,12 +189,12 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 IQ4_NL = _NIBBLES + r"""
 struct Raw { Field<16> codes; unsigned super; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int) {
-  raw.codes.load(block + 2);
-  raw.super = stream_half(block);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int) {
+  raw.codes.load(block, 2);
+  raw.super = stream_half(block.at(0));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books&) {
   const unsigned word[4] = {raw.codes.word(0), raw.codes.word(1), raw.codes.word(2), raw.codes.word(3)};
   codes_of_nibbles(unit, word);
   unit.scale[0] = half_bits(raw.super);
@@ -171,13 +204,13 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 IQ4_XS = _NIBBLES + r"""
 struct Raw { unsigned codes[4], head[2]; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  stream_two(raw.codes, block + 8 + part * 16);
-  stream_two(raw.codes + 2, block + 16 + part * 16);
-  stream_two(raw.head, block);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  stream_two(raw.codes, block.at(8 + part * 16));
+  stream_two(raw.codes + 2, block.at(16 + part * 16));
+  stream_two(raw.head, block.at(0));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books&) {
   codes_of_nibbles(unit, raw.codes);
   unsigned scale = (raw.head[1] >> 4 * part & 15) | (raw.head[0] >> (16 + 2 * part) & 3) << 4;
   unit.scale[0] = half_bits(raw.head[0] & 0xFFFF) * (small_float(scale) - 32.0f);
@@ -187,9 +220,9 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 MXFP4 = _NIBBLES + r"""
 struct Raw { Field<17> all; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int) { raw.all.load(block); }
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int) { raw.all.load(block, 0); }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books&) {
   unsigned word[5];
 #pragma unroll
   for (int i = 0; i < 5; i++) word[i] = raw.all.word(i);
@@ -204,16 +237,16 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 IQ2_XXS = r"""
 struct Raw { Field<8> codes; unsigned super; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 8);
-  raw.super = stream_half(block);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 8);
+  raw.super = stream_half(block.at(0));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books& books) {
   const unsigned entries = raw.codes.word(0), signs = raw.codes.word(1);
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    signed_entry(unit.code[i], grid[byte_of(entries, i)], with_eighth(signs >> 7 * i & 127));
+    signed_entry(unit.code[i], books.entry(byte_of(entries, i)), books.signs_of(signs >> 7 * i & 127));
   unit.scale[0] = half_bits(raw.super) * small_float(2 * (signs >> 28) + 1) * 0.125f;
 }
 """
@@ -221,17 +254,18 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 IQ2_XS = r"""
 struct Raw { Field<8> codes; unsigned super, scales; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 8);
-  raw.super = stream_half(block);
-  raw.scales = stream_half(block + 66 + part / 2 * 2);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 8);
+  raw.super = stream_half(block.at(0));
+  raw.scales = stream_half(block.at(66 + part / 2 * 2));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books& books) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned code = raw.codes.word(i / 2) >> i % 2 * 16;
-    signed_entry(unit.code[i], grid[code & 511], with_eighth(code >> 9 & 127));
+    const unsigned codes = raw.codes.word(i / 2);
+    const int from = i % 2 * 16;
+    signed_entry(unit.code[i], books.entry(codes >> from & 511), books.signs_of(codes >> (from + 9) & 127));
   }
   const unsigned scales = raw.scales >> part % 2 * 8;
   const float d = half_bits(raw.super) * 0.125f;
@@ -243,20 +277,22 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 IQ2_S = r"""
 struct Raw { Field<4> codes, signs; unsigned super, high, scales; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 4);
-  raw.signs.load(block + 34 + part * 4);
-  raw.super = stream_half(block);
-  raw.high = stream_half(block + 66 + part / 2 * 2);
-  raw.scales = stream_half(block + 74 + part / 2 * 2);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 4);
+  raw.signs.load(block, 34 + part * 4);
+  raw.super = stream_half(block.at(0));
+  raw.high = stream_half(block.at(66 + part / 2 * 2));
+  raw.scales = stream_half(block.at(74 + part / 2 * 2));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books& books) {
   const unsigned codes = raw.codes.word(0), signs = raw.signs.word(0);
   const unsigned high = raw.high >> part % 2 * 8, scales = raw.scales >> part % 2 * 8;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    signed_entry(unit.code[i], grid[byte_of(codes, i) | (high >> 2 * i & 3) << 8], byte_of(signs, i));
+  for (int i = 0; i < 4; i++) {
+    const unsigned entry = books.entry(byte_of(codes, i) | ninth(high, 2 * i, 2));
+    signed_entry(unit.code[i], entry, books.signs_of(byte_of(signs, i)));
+  }
   const float d = half_bits(raw.super) * 0.125f;
   unit.scale[0] = d * small_float(2 * (scales & 15) + 1);
   unit.scale[1] = d * small_float(2 * (scales >> 4 & 15) + 1);
@@ -266,19 +302,19 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 IQ3_XXS = r"""
 struct Raw { Field<8> codes; Field<4> signs; unsigned super; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 8);
-  raw.signs.load(block + 66 + part * 4);
-  raw.super = stream_half(block);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 8);
+  raw.signs.load(block, 66 + part * 4);
+  raw.super = stream_half(block.at(0));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books& books) {
   const unsigned signs = raw.signs.word(0);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned eight = with_eighth(signs >> 7 * i & 127), codes = raw.codes.word(i / 2) >> i % 2 * 16;
-    unit.code[i][0] = with_signs(grid[codes & 255], eight);
-    unit.code[i][1] = with_signs(grid[codes >> 8 & 255], eight >> 4);
+    const unsigned eight = books.signs_of(signs >> 7 * i & 127), codes = raw.codes.word(i / 2);
+    unit.code[i][0] = with_signs(books.entry(byte_of(codes, i % 2 * 2)), eight);
+    unit.code[i][1] = with_signs(books.entry(byte_of(codes, i % 2 * 2 + 1)), eight >> 16);
   }
   unit.scale[0] = half_bits(raw.super) * small_float(2 * (signs >> 28) + 1) * 0.25f;
 }
@@ -287,21 +323,21 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 IQ3_S = r"""
 struct Raw { Field<8> codes; Field<4> signs; unsigned super, high, scales; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 8);
-  raw.signs.load(block + 74 + part * 4);
-  raw.super = stream_half(block);
-  raw.high = stream_half(block + 66 + part / 2 * 2);
-  raw.scales = stream_half(block + 106 + part / 4 * 2);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 8);
+  raw.signs.load(block, 74 + part * 4);
+  raw.super = stream_half(block.at(0));
+  raw.high = stream_half(block.at(66 + part / 2 * 2));
+  raw.scales = stream_half(block.at(106 + part / 4 * 2));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books& books) {
   const unsigned signs = raw.signs.word(0), high = raw.high >> part % 2 * 8;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned codes = raw.codes.word(i / 2) >> i % 2 * 16;
-    unit.code[i][0] = with_signs(grid[(codes & 255) | (high >> 2 * i & 1) << 8], signs >> 8 * i);
-    unit.code[i][1] = with_signs(grid[(codes >> 8 & 255) | (high >> (2 * i + 1) & 1) << 8], signs >> (8 * i + 4));
+    const unsigned eight = books.signs_of(byte_of(signs, i)), codes = raw.codes.word(i / 2);
+    unit.code[i][0] = with_signs(books.entry(byte_of(codes, i % 2 * 2) | ninth(high, 2 * i, 1)), eight);
+    unit.code[i][1] = with_signs(books.entry(byte_of(codes, i % 2 * 2 + 1) | ninth(high, 2 * i + 1, 1)), eight >> 16);
   }
   unit.scale[0] = half_bits(raw.super) * small_float(2 * (raw.scales >> part % 4 * 4 & 15) + 1);
 }
@@ -310,17 +346,17 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 IQ1_S = r"""
 struct Raw { Field<4> codes; unsigned super, high; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + 2 + part * 4);
-  raw.super = stream_half(block);
-  raw.high = stream_half(block + 34 + part * 2);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 2 + part * 4);
+  raw.super = stream_half(block.at(0));
+  raw.high = stream_half(block.at(34 + part * 2));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books& books) {
   const unsigned codes = raw.codes.word(0);
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    shifted_entry(unit.code[i], grid[byte_of(codes, i) | (raw.high >> 3 * i & 7) << 8], raw.high & 0x8000);
+    shifted_entry(unit.code[i], books.entry(byte_of(codes, i) | ninth(raw.high, 3 * i, 3)), raw.high & 0x8000);
   unit.scale[0] = half_bits(raw.super) * small_float(2 * (raw.high >> 12 & 7) + 1) * 0.125f;
 }
 """
@@ -328,17 +364,16 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 IQ1_M = r"""
 struct Raw { unsigned codes, high, scales[2]; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes = stream_part(block + part * 4);
-  raw.high = stream_half(block + 32 + part * 2);
-  stream_two(raw.scales, block + 48);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes = stream_part(block.at(part * 4));
+  raw.high = stream_half(block.at(32 + part * 2));
+  stream_two(raw.scales, block.at(48));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned* grid) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books& books) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    unsigned high = raw.high >> 4 * i;
-    shifted_entry(unit.code[i], grid[byte_of(raw.codes, i) | (high & 7) << 8], high & 8);
+    shifted_entry(unit.code[i], books.entry(byte_of(raw.codes, i) | ninth(raw.high, 4 * i, 3)), raw.high >> 4 * i & 8);
   }
   // The f16 scale is in the top bits of four words, scales of 16 columns in the twelve below.
   const unsigned super = (raw.scales[0] >> 12 & 15) | (raw.scales[0] >> 24 & 0xF0) | (raw.scales[1] >> 4 & 0xF00) |
@@ -353,20 +388,20 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 TQ1_0 = r"""
 struct Raw { Field<32> codes; unsigned super; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + (part < 5 ? 0 : 32), part < 5 ? 32 : 20);
-  raw.super = stream_half(block + 52);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, part < 5 ? 0 : 32, part < 5 ? 32 : 20);
+  raw.super = stream_half(block.at(52));
 }
 
-// Of four bytes, digit n in base three: the byte is a fraction of 243 in 256ths. 1 less.
+// Of four bytes, digit n in base three: the byte is a fraction of 243 in 256ths.
 __device__ __forceinline__ unsigned digits(unsigned bytes, int n) {
   const unsigned power = n < 4 ? 0x1B090301 >> 8 * n & 255 : 81;
   unsigned even = ((bytes & 0x00FF00FF) * power & 0x00FF00FF) * 3 >> 8 & 0x00030003;
   unsigned odd = ((bytes >> 8 & 0x00FF00FF) * power & 0x00FF00FF) * 3 & 0x03000300;
-  return less(even | odd, 0x01010101);
+  return even | odd;
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books&) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {  // 32 bytes of five digits, then 16 bytes of five, then 4 bytes of four
     unsigned beyond = raw.codes.word(i < 4 ? i : 4), within = raw.codes.word(i), later = raw.codes.word(i % 4);
@@ -381,16 +416,16 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part
 TQ2_0 = r"""
 struct Raw { Field<8> codes; unsigned super; };
 
-__device__ __forceinline__ void load_unit(Raw& raw, const unsigned char* block, int part) {
-  raw.codes.load(block + part * 8);
-  raw.super = stream_half(block + 64);
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, part * 8);
+  raw.super = stream_half(block.at(64));
 }
 
-__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const unsigned*) {
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, const Books&) {
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
-    for (int w = 0; w < 2; w++) unit.code[i][w] = less(raw.codes.word(w) >> 2 * i & 0x03030303, 0x01010101);
+    for (int w = 0; w < 2; w++) unit.code[i][w] = raw.codes.word(w) >> 2 * i & 0x03030303;
   unit.scale[0] = half_bits(raw.super);
 }
 """

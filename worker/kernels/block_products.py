@@ -1,7 +1,13 @@
 """CUDA source of the products of `block_source`: one row of activations, and 2 to 16."""
 
 MULTIPLY_ROW = r"""
-struct Activations { unsigned code[4][2]; float scale[STRIDED ? 4 : 1]; };
+#define RUNS (STRIDED ? 1 : 4 / SCALES)  // that have a scale together, of the matrix and of activations
+
+struct Activations {
+  unsigned code[4][2];
+  float scale[STRIDED ? 4 : 1];
+  int start[4 / RUNS];  // of the sum of such runs: less what is ZERO too much in the codes
+};
 
 __device__ __forceinline__ void load_activations(Activations& x, const signed char* codes, const float* scales,
                                                  int unit) {
@@ -22,16 +28,23 @@ __device__ __forceinline__ void load_activations(Activations& x, const signed ch
   }
   x.scale[0] = __ldg(scales + unit);
 #endif
+#pragma unroll
+  for (int i = 0; i < 4; i += RUNS) {
+    int sum = MAGIC;
+#pragma unroll
+    for (int w = 0; w < 2 * RUNS; w++)
+      if (ZERO) sum = __dp4a((int)(-ZERO & 255) * 0x01010101, (int)x.code[i + w / 2][w % 2], sum);
+    x.start[i / RUNS] = sum;
+  }
 }
 
 __device__ __forceinline__ float unit_product(const Unit& unit, const Activations& x) {
   float total = 0.0f;
-  const int together = STRIDED ? 1 : 4 / SCALES;  // runs of one scale
 #pragma unroll
-  for (int i = 0; i < 4; i += together) {
-    int sum = MAGIC;
+  for (int i = 0; i < 4; i += RUNS) {
+    int sum = x.start[i / RUNS];
 #pragma unroll
-    for (int run = i; run < i + together; run++) {
+    for (int run = i; run < i + RUNS; run++) {
       sum = __dp4a((int)unit.code[run][0], (int)x.code[run][0], sum);
       sum = __dp4a((int)unit.code[run][1], (int)x.code[run][1], sum);
     }
@@ -42,15 +55,28 @@ __device__ __forceinline__ float unit_product(const Unit& unit, const Activation
 
 #if LEAST
 __device__ __forceinline__ float least_product(const Unit& unit, const float* sums, int number) {
-  const int part = number % PARTS;
-  float total = 0.0f;
-  if (part % 2 == 0)  // two units share the columns of a scale
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      total += small_float(unit.least[i]) * __ldg(sums + (number / PARTS * 256 + RUN_COLUMN(part, i)) / 16);
-  return unit.super_least * total;
+  const int part = number % PARTS, first = part % 2 * 2;  // two units share the columns of a min: each takes two
+  const float* from = sums + (number / PARTS * 256 + RUN_COLUMN(part, first)) / 16;
+  const unsigned least = unit.least >> 8 * first;
+  return unit.super_least * (byte_float(least, 0) * __ldg(from) + byte_float(least, 1) * __ldg(from + 2));
 }
 #endif
+
+// Of a unit of two rows.
+__device__ __forceinline__ void add_products(float* total, const Raw* raw, const signed char* x, const float* x_scales,
+                                             const float* x_sums, int unit, int part, const Books& books) {
+  Activations some;
+  load_activations(some, x, x_scales, unit);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    Unit taken;
+    decode_unit(taken, raw[r], part, books);
+    total[r] += unit_product(taken, some);
+#if LEAST
+    total[r] -= least_product(taken, x_sums, unit);
+#endif
+  }
+}
 
 // out[n] = sum over k of W[n, k] x[k], by blocks of WARPS warps, of which `sharing` share two rows of the matrix.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_row(
@@ -58,63 +84,51 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_row(
     float* out, int rows, int units, int sharing, unsigned long long* const* inboxes, const int* sequence, int first,
     int width, int ranks, int rank) {
   __shared__ float shares[2][WARPS][2];
-  GRID_HERE
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, share = warp % sharing, step = 32 * sharing;
-  const int tiles = (rows + 1) / 2, at_once = WARPS / sharing, turns = (units + step - 1) / step;
-  int base = blockIdx.x * at_once, unit = share * 32 + lane, left = turns, turn = 0;
-  float total[2] = {};
-  Raw raw[2] = {};
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int row = min((base + warp / sharing) * 2 + r, rows - 1);
-    if (unit < units) load_unit(raw[r], block_at(blocks, row, row_bytes, unit), unit % PARTS);
-  }
+  const int tiles = (rows + 1) / 2, at_once = WARPS / sharing, part = lane % PARTS;
+  const long advance = step / PARTS * BLOCK_BYTES;  // whole words: a lane's units are all as far from one
+  int turn = 0;
+  BOOKS_HERE
 #pragma unroll 1
-  while (base < tiles) {
-    const bool last = --left == 0;  // of this tile
-    const int next = last ? share * 32 + lane : unit + step, next_base = last ? base + gridDim.x * at_once : base;
-    const Raw now[2] = {raw[0], raw[1]};
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      int row = min((next_base + warp / sharing) * 2 + r, rows - 1);
-      if (next < units && next_base < tiles) load_unit(raw[r], block_at(blocks, row, row_bytes, next), next % PARTS);
-    }
-    if (unit < units) {
-      Activations some;
-      load_activations(some, x, x_scales, unit);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        Unit taken;
-        decode_unit(taken, now[r], unit % PARTS, grid);
-        total[r] += unit_product(taken, some);
-#if LEAST
-        total[r] -= least_product(taken, x_sums, unit);
-#endif
+  for (int base = blockIdx.x * at_once; base < tiles; base += gridDim.x * at_once) {
+    const int row = (base + warp / sharing) * 2, first_unit = share * 32 + lane;
+    Start top(block_at(blocks, min(row, rows - 1), row_bytes, first_unit));
+    Start low(block_at(blocks, min(row + 1, rows - 1), row_bytes, first_unit));
+    float total[2] = {};
+#pragma unroll 1
+    for (int unit = first_unit; unit < units; unit += 2 * step) {
+      const bool second = unit + step < units;
+      Raw raw[2][2];
+      load_unit(raw[0][0], top, part);
+      load_unit(raw[0][1], low, part);
+      top.aligned += advance;
+      low.aligned += advance;
+      if (second) {
+        load_unit(raw[1][0], top, part);
+        load_unit(raw[1][1], low, part);
       }
+      top.aligned += advance;
+      low.aligned += advance;
+      add_products(total, raw[0], x, x_scales, x_sums, unit, part, books);
+      if (second) add_products(total, raw[1], x, x_scales, x_sums, unit + step, part, books);
     }
-    if (last) {
 #pragma unroll
-      for (int r = 0; r < 2; r++)
+    for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int other = 16; other > 0; other /= 2) total[r] += __shfl_xor_sync(0xFFFFFFFF, total[r], other);
-      float sum = lane == 0 ? total[0] : total[1];
-      if (sharing > 1) {
-        if (lane < 2) shares[turn][warp][lane] = sum;
-        __syncthreads();  // one a tile is enough: shares have two turns
-        if (share == 0 && lane < 2) {
-          sum = 0.0f;
-          for (int w = 0; w < sharing; w++) sum += shares[turn][warp + w][lane];
-        }
-        turn ^= 1;
+      for (int other = 16; other > 0; other /= 2) total[r] += __shfl_xor_sync(0xFFFFFFFF, total[r], other);
+    float sum = lane == 0 ? total[0] : total[1];
+    if (sharing > 1) {
+      if (lane < 2) shares[turn][warp][lane] = sum;
+      __syncthreads();  // one a tile is enough: shares have two turns
+      if (share == 0 && lane < 2) {
+        sum = 0.0f;
+#pragma unroll 1
+        for (int w = 0; w < sharing; w++) sum += shares[turn][warp + w][lane];
       }
-      int n = (base + warp / sharing) * 2 + lane;
-      if (share == 0 && lane < 2 && n < rows)
-        deliver(sum, out, 0, n, 0, inboxes, sequence, first, width, ranks, rank);
-      total[0] = total[1] = 0.0f;
-      left = turns;
+      turn ^= 1;
     }
-    unit = next;
-    base = next_base;
+    if (share == 0 && lane < 2 && row + lane < rows)
+      deliver(sum, out, 0, row + lane, 0, inboxes, sequence, first, width, ranks, rank);
   }
 }
 """
@@ -137,12 +151,13 @@ __device__ __forceinline__ void put_unit(Tile& tile, const Unit& unit, int row, 
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int column = RUN_COLUMN(part, i);
-    *(uint2*)&tile.code[row][column / 4] = make_uint2(unit.code[i][0], unit.code[i][1]);
+    *(uint2*)&tile.code[row][column / 4] =
+        make_uint2(signed_code(unit.code[i][0]), signed_code(unit.code[i][1]));
     if (column % SCALE_COLUMNS == 0) {
       tile.scale[row][column / SCALE_COLUMNS] = unit.scale[SCALE_OF(i)];
 #if LEAST
-      int group = column / 32;
-      tile.least[row][group / 2 * 4 + group % 2 + column / 16 % 2 * 2] = add_halves(unit.least[i] | 0x6400, 0xE400);
+      const int group = column / 32, place = group / 2 * 4 + group % 2 + column / 16 % 2 * 2;
+      tile.least[row][place] = add_halves((unit.least >> 8 * i & 255) | 0x6400, 0xE400);
 #endif
     }
   }
@@ -187,7 +202,7 @@ __device__ __forceinline__ void load_span(Raw* raw, Bytes blocks, int row_bytes,
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int row = min(tile * 16 + i * 4 + lane / 8, rows - 1), unit = span * 8 + lane % 8;
-    if (unit < units) load_unit(raw[i], block_at(blocks, row, row_bytes, unit), unit % PARTS);
+    if (unit < units) load_unit(raw[i], Start(block_at(blocks, row, row_bytes, unit)), unit % PARTS);
     else raw[i] = Raw();  // scales of zero: what activations hold there does not matter
   }
 }
@@ -199,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
     unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks, int rank) {
   __shared__ Tile taken[WARPS];
   __shared__ float shares[2][WARPS][NT * 8][16 + 4];
-  GRID_HERE
+  BOOKS_HERE
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, t = lane & 3;
   const int spans = (units + 7) / 8, tiles = (rows + 15) / 16;
   int tile = blockIdx.x, s = warp, turn = 0;
@@ -214,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
     for (int i = 0; i < 4; i++) {
       Unit unit;
       const int part = lane % 8;
-      decode_unit(unit, raw[i], part % PARTS, grid);
+      decode_unit(unit, raw[i], part % PARTS, books);
       put_unit(taken[warp], unit, i * 4 + lane / 8, part);
     }
     if (next_tile < tiles) load_span(raw, blocks, row_bytes, next_tile, next, rows, units, lane);

@@ -26,12 +26,26 @@ ROW_WARPS, BATCH_WARPS, EXPAND_WARPS = 8, 4, 8  # of a block of threads
 ROW_BLOCKS, BATCH_BLOCKS, EXPAND_BLOCKS = 3, 4, 4  # that must fit a multiprocessor at once, which bounds registers
 ROWS_TOGETHER = 2  # matrix rows that a warp multiplies at a time, for one row of activations
 TILE_ROWS = 16
+MOST_COPIES, ROW_GRID_WORDS = 8, 4096  # of a word of a table, and words of a codebook with its copies
 
 MORE_INSTRUCTIONS = r"""
 __device__ __forceinline__ unsigned pick(unsigned low, unsigned high, unsigned nibbles) {
   unsigned bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(nibbles));
   return bytes;
+}
+
+// Places in shared memory by the address that its instructions take: compilers make of arrays two sums a load.
+__device__ __forceinline__ unsigned shared_place(const unsigned* from) {
+  unsigned place;
+  asm volatile("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(place) : "l"(from) : "memory");
+  return place;
+}
+
+__device__ __forceinline__ unsigned shared_word(unsigned place) {  // of a table, which nobody writes any more
+  unsigned word;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(place));
+  return word;
 }
 
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
@@ -48,16 +62,31 @@ __device__ __forceinline__ unsigned bf16_bits(float value) {  // to nearest even
 """
 
 SHARED = r"""
-#if GRID_WORDS
-#define GRID_HERE \
-  __shared__ unsigned grid[GRID_WORDS]; \
-  for (int i = threadIdx.x; i < GRID_WORDS; i += blockDim.x) grid[i] = GRID[i]; \
-  __syncthreads();
-#else
-#define GRID_HERE const unsigned* grid = nullptr;
-#endif
+// Fills the tables, a word and its copies at a time, which a block of threads does once.
+__device__ __forceinline__ void put_copies(unsigned* to, unsigned word, int copies) {
+  if (copies % 4) {
+    for (int i = 0; i < copies; i++) to[i] = word;
+  } else {
+    for (int i = 0; i < copies; i += 4) *(uint4*)(to + i) = make_uint4(word, word, word, word);
+  }
+}
 
-typedef const unsigned char* Bytes;
+__device__ __forceinline__ Books fill_books(unsigned* grid, unsigned* signs) {
+#if GRID_WORDS
+  for (int i = threadIdx.x; i < GRID_WORDS; i += blockDim.x) put_copies(grid + i * GRID_COPIES, GRID[i], GRID_COPIES);
+#endif
+#if SIGN_BITS
+  for (int i = threadIdx.x; i < 1 << SIGN_BITS; i += blockDim.x)
+    put_copies(signs + i * SIGN_COPIES, to_nibbles(SIGN_BITS == 8 ? i : i | (__popc(i) & 1) << 7), SIGN_COPIES);
+#endif
+  __syncthreads();
+  return {shared_place(grid + threadIdx.x % GRID_COPIES), shared_place(signs + threadIdx.x % SIGN_COPIES)};
+}
+
+#define BOOKS_HERE \
+  __shared__ __align__(16) unsigned grid_words[GRID_WORDS ? GRID_WORDS * GRID_COPIES : 4]; \
+  __shared__ __align__(16) unsigned sign_words[SIGN_BITS ? SIGN_COPIES << SIGN_BITS : 4]; \
+  const Books books = fill_books(grid_words, sign_words);
 
 __device__ __forceinline__ Bytes block_at(Bytes blocks, int row, int row_bytes, int unit) {
   return blocks + (long)row * row_bytes + unit / PARTS * BLOCK_BYTES;
@@ -72,6 +101,7 @@ __device__ __forceinline__ void deliver(float sum, float* out, int out_stride, i
     int number = sequence[b] + 1;
     long to = ((long)((number & 1) * ranks + rank) * ROWS + b) * width + first + n;
     unsigned long long word = ((unsigned long long)number << 32) | __float_as_uint(sum);
+#pragma unroll 1
     for (int peer = 0; peer < ranks; peer++)
       if (peer != rank) ((volatile unsigned long long*)inboxes[peer])[to] = word;
   }
@@ -114,24 +144,24 @@ __device__ __forceinline__ void put_run(Value* to, const float* value, int align
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) expand(
     Bytes blocks, int row_bytes, const int* ids, int wide, void* out, int out_stride, int rows, int units, float factor,
     int aligned) {
-  GRID_HERE
+  BOOKS_HERE
   const long all = (long)rows * units, step = (long)gridDim.x * blockDim.x;
   for (long i = (long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
     const int row = (int)(i / units), number = (int)(i - (long)row * units), part = number % PARTS;
     const int from = wide ? __ldg(ids + (long)row * wide) : row;
     Raw raw;
-    load_unit(raw, block_at(blocks, from, row_bytes, number), part);
+    load_unit(raw, Start(block_at(blocks, from, row_bytes, number)), part);
     Unit unit;
-    decode_unit(unit, raw, part, grid);
+    decode_unit(unit, raw, part, books);
     Value* to = (Value*)out + (long)row * out_stride + number / PARTS * (PARTS * 32);
 #pragma unroll
     for (int run = 0; run < 4; run++) {
       float value[8];
 #pragma unroll
       for (int k = 0; k < 8; k++) {
-        value[k] = unit.scale[SCALE_OF(run)] * (float)(signed char)(unit.code[run][k / 4] >> k % 4 * 8);
+        value[k] = unit.scale[SCALE_OF(run)] * (float)(signed char)(signed_code(unit.code[run][k / 4]) >> k % 4 * 8);
 #if LEAST
-        value[k] -= unit.super_least * small_float(unit.least[run]);
+        value[k] -= unit.super_least * byte_float(unit.least, run);
 #endif
         value[k] *= factor;
       }
@@ -167,6 +197,17 @@ _PARTS = {
 }
 
 
+def grid_copies(form: BlockFormat, kernel: Kernel) -> int:
+    """Of each word of the codebook. Where a row is multiplied as many as half of shared memory lets be."""
+    words = len(grid_words(form.name))
+    return min(MOST_COPIES, ROW_GRID_WORDS // words) if kernel is Kernel.ROW and words and words < 2048 else 1
+
+
+def sign_copies(kernel: Kernel) -> int:
+    """Of each word of the table of signs."""
+    return MOST_COPIES if kernel is Kernel.ROW else 1
+
+
 def source(form: BlockFormat, kernel: Kernel) -> str:
     """One kernel for one type."""
     text, sizes = _PARTS[kernel]
@@ -174,7 +215,9 @@ def source(form: BlockFormat, kernel: Kernel) -> str:
     facts = {
         "BLOCK_BYTES": form.block_bytes, "PARTS": form.block_columns // 32, "ALIGNED": form.aligned,
         "STRIDED": int(form.strided), "SCALES": form.scales, "LEAST": int(form.has_mins), "GRID_WORDS": len(grid),
-        "ROWS": MOST_ROWS, **sizes, **{f"TABLE_{i}": f"{word:#010x}" for i, word in enumerate(table)},
+        "GRID_COPIES": grid_copies(form, kernel), "SIGN_BITS": form.sign_bits, "SIGN_COPIES": sign_copies(kernel),
+        "ZERO": form.zero, "ROWS": MOST_ROWS, **sizes,
+        **{f"TABLE_{i}": f"{word:#010x}" for i, word in enumerate(table)},
     }  # fmt: skip
     assert SPAN == 256, "a tile of a batch is a span wide"
     defined = "".join(f"#define {name} {value}\n" for name, value in facts.items())
@@ -185,7 +228,8 @@ def source(form: BlockFormat, kernel: Kernel) -> str:
 
 def shared_bytes(form: BlockFormat, kernel: Kernel) -> int:
     """Of a block of threads."""
-    table = 4 * len(grid_words(form.name))
+    signs = sign_copies(kernel) << form.sign_bits if form.sign_bits else 4
+    table = 4 * (max(4, len(grid_words(form.name)) * grid_copies(form, kernel)) + signs)
     if kernel is Kernel.ROW:
         return table + 2 * 4 * ROW_WARPS * ROWS_TOGETHER
     if kernel.function == "expand":

@@ -16,7 +16,7 @@ FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doub
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """What the kernels have to know of a GGUF type. The last five: see `block_decoders`."""
+    """What the kernels have to know of a GGUF type. The last seven: see `block_decoders`."""
 
     name: str
     block_columns: int
@@ -24,7 +24,9 @@ class BlockFormat:
     scales: int = 1  # of a unit of 32 columns
     strided: bool = False
     has_mins: bool = False
+    zero: int = 0  # taken from every code
     table: tuple[int, ...] = ()  # values of a code of four bits
+    sign_bits: int = 0  # that the file keeps of eight signs beside an entry of a codebook
 
     @property
     def aligned(self) -> int:
@@ -39,19 +41,19 @@ BLOCK_FORMATS = {
     form.name: form
     for form in (
         BlockFormat("Q2_K", 256, 84, scales=4, strided=True, has_mins=True),
-        BlockFormat("Q3_K", 256, 110, scales=4, strided=True),
+        BlockFormat("Q3_K", 256, 110, scales=4, strided=True, zero=4),
         BlockFormat("IQ4_NL", 32, 18, table=FOUR_BITS),
         BlockFormat("IQ4_XS", 256, 136, table=FOUR_BITS),
         BlockFormat("MXFP4", 32, 17, table=FLOATS),
-        BlockFormat("IQ2_XXS", 256, 66),
-        BlockFormat("IQ2_XS", 256, 74, scales=2),
-        BlockFormat("IQ2_S", 256, 82, scales=2),
-        BlockFormat("IQ3_XXS", 256, 98),
-        BlockFormat("IQ3_S", 256, 110),
+        BlockFormat("IQ2_XXS", 256, 66, sign_bits=7),
+        BlockFormat("IQ2_XS", 256, 74, scales=2, sign_bits=7),
+        BlockFormat("IQ2_S", 256, 82, scales=2, sign_bits=8),
+        BlockFormat("IQ3_XXS", 256, 98, sign_bits=7),
+        BlockFormat("IQ3_S", 256, 110, sign_bits=8),
         BlockFormat("IQ1_S", 256, 50),
         BlockFormat("IQ1_M", 256, 56, scales=2),
-        BlockFormat("TQ1_0", 256, 54),
-        BlockFormat("TQ2_0", 256, 66, strided=True),
+        BlockFormat("TQ1_0", 256, 54, zero=1),
+        BlockFormat("TQ2_0", 256, 66, strided=True, zero=1),
     )
 }
 
