@@ -114,6 +114,22 @@ def product(rows: int, columns: int, type_name: str, batch: int, tile: tuple[int
     return Case(kernel, shape, moved, launches, of_planes(type_name, rows, columns, batch, "product"))
 
 
+def together(rows: tuple[int, int], columns: int, types: tuple[str, str], batch: int) -> Case:
+    """Pieces of two types in one launch, as q and k with another type's v."""
+    copies = [some_planes(count, columns, name) for count, name in zip(rows, types, strict=True)]
+    pieces = list(zip(*copies, strict=False))
+    x, out = quant_ops.quantize(randn(batch, columns)), torch.empty(batch, sum(rows), device=DEVICE)
+    moved = sum(planes.byte_count for planes in pieces[0]) + nbytes(x) + out.nbytes
+    launches: list[Launch] = [partial(quant_ops.multiply_together, planes, x, out) for planes in pieces]
+    kernel = "multiply_pieces" if batch <= quant_ops.MOST_SINGLE else "multiply_batch, pieces together"
+    shape = f"{types[0]} {rows[0]} and {types[1]} {rows[1]} x {columns}, batch {batch}"
+
+    def check() -> dict[str, float]:
+        return {"differs": 0.0 if quant_kernel_checks.check_together(types, rows, columns, batch) else 2.0}
+
+    return Case(kernel, shape, moved, launches, check)
+
+
 def library_product(rows: int, columns: int) -> Case:
     """F16 and BF16: the library's product over bf16."""
     weights = halves(rows, columns)

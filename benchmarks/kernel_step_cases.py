@@ -28,6 +28,7 @@ from gearshift.benchmarks.kernel_cases import (
     product,
     randn,
     some_planes,
+    together,
 )
 from gearshift.proto.device_sizes import BEST_BLOCK
 from gearshift.proto.ids import KvType, RequestId
@@ -62,6 +63,9 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
     for type_name in sorted(FORMATS):
         for batch in batches:
             yield partial(product, *sizes.big, type_name, batch)
+    for batch in batches:
+        q_k_v = (sizes.query_heads + sizes.kv_heads) * sizes.width, sizes.kv_heads * sizes.width
+        yield partial(together, q_k_v, sizes.big[1], ("Q4_K", "Q6_K"), batch)
     yield partial(library_product, *sizes.big)
     for type_name in sorted(FORMATS):
         yield partial(expansion, *sizes.big, type_name)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from gearshift.proto.device_sizes import MOST_ROWS, SPAN
 from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import batch_source, quant_ops
+from gearshift.worker.kernels.grouped_source import grouped_source
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
@@ -44,20 +46,43 @@ extern "C" void launch(unsigned grid, unsigned threads, const void** pointers, c
   run_grid(grid, threads, call);
 }
 """
+TOGETHER_ENTRY = """
+static const void* tensors[{tensors}];
+static int numbers[{numbers}];
+static void call() {{
+  multiply_batch((const signed char*)tensors[0], (const float*)tensors[1], (const unsigned short*)tensors[2],
+                 (float*)tensors[3], numbers[0], numbers[1], numbers[2]{pieces});
+}}
+extern "C" void launch(unsigned grid, unsigned threads, const void** pointers, const long* sizes, const int* values) {{
+  memcpy(tensors, pointers, sizeof(tensors));
+  memcpy(numbers, values, sizeof(numbers));
+  ranges.clear();
+  for (int i = 0; i < {tensors}; i++) if (i != 3) ranges.push_back({{(const char*)pointers[i], sizes[i]}});
+  run_grid(grid, threads, call);
+}}
+"""
+TOGETHER_PIECE = """,
+    (const unsigned char*)tensors[{t}], (const unsigned*)tensors[{t} + 1], (const unsigned*)tensors[{t} + 2],
+    (const unsigned*)tensors[{t} + 3], numbers[{n}], numbers[{n} + 1], numbers[{n} + 2]"""
 RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns from the third on
+TOGETHER = (  # (type, rows, blocks) of pieces in one launch, columns, batch, tile
+    ((("Q6_K", 40, 2), ("Q4_K", 50, 3)), 1024, 16, (1, 3, 2)),
+    ((("Q8_0", 17, 1), ("Q6_K", 33, 3), ("Q5_K", 70, 2)), 512, 3, (2, 2, 1)),
+    ((("Q5_1", 20, 2), ("Q4_0", 37, 1)), 448, 9, (1, 8, 2)),
+)
 # rows, columns, batch, tile, blocks: rows and spans that do not come out even, tiles in turn, several blocks
 SHAPES = [(50, 1024, 16, (1, 3, 2), 2), (40, 512, 9, (2, 2, 1), 1), (17, 256, 2, (1, 8, 2), 4)]
 RAGGED_SHAPES = [(37, 448, 3, (1, 8, 2), 2), (20, 576, 16, (1, 2, 1), 1)]  # columns end within a span
 
 
-def compiled(text: str, folder: str, card: int) -> ctypes.CDLL:
+def compiled(text: str, folder: str, card: int, entry: str = ENTRY) -> ctypes.CDLL:
     """For a card of that capability, times 100. Of what is written twice the first is an instruction."""
     for name in INSTRUCTIONS:
         function = re.compile(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", flags=re.DOTALL)
         text, found = function.subn("", text, count=1)
         assert found == 1, name
     with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=folder, delete=False) as file:
-        file.write(f'#define __CUDA_ARCH__ {card}\n#include "{HEADER}"\n{text}{ENTRY}')
+        file.write(f'#define __CUDA_ARCH__ {card}\n#include "{HEADER}"\n{text}{entry}')
     library = f"{file.name}.so"
     subprocess.run(["g++", "-O1", "-w", "-shared", "-fPIC", "-o", library, file.name], check=True, timeout=120)
     return ctypes.CDLL(library)
@@ -104,9 +129,45 @@ def check(
     return relative_error(product(library, planes, x, tile, blocks), wanted)
 
 
+def check_together(
+    pieces: Sequence[tuple[str, int, int]], columns: int, batch: int, tile: tuple[int, int, int], folder: str, card: int
+) -> bool:
+    """Whether a launch of pieces together gives what launches apart give, bit by bit."""
+    whole, eights = columns % SPAN == 0, -(-batch // 8)
+    forms = [FORMATS[name] for name, _, _ in pieces]
+    entry = TOGETHER_ENTRY.format(
+        tensors=4 + 4 * len(pieces), numbers=3 + 3 * len(pieces),
+        pieces="".join(TOGETHER_PIECE.format(t=4 + 4 * n, n=3 + 3 * n) for n in range(len(pieces))),
+    )  # fmt: skip
+    library = compiled(grouped_source(forms, tile, eights, whole), folder, card, entry)
+    x = quant_ops.quantize(torch.randn(batch, columns))
+    matrices = [from_gguf(name, torch.from_numpy(random_rows(name, rows, columns, rows))) for name, rows, _ in pieces]
+    out = torch.full((batch, sum(rows for _, rows, _ in pieces) + 3), float("nan"))
+    wanted = out.clone()
+    tensors, numbers = [x.codes, x.spans, x.halves, out], [out.stride(0), batch, columns // 64]
+    end = out.shape[1] - 3
+    for planes, (_, rows, blocks) in zip(matrices, pieces, strict=True):
+        end -= rows  # below one another in another order than that of the launch
+        apart = compiled(batch_source.source(planes.format, tile, eights, whole), folder, card)
+        wanted[:, end : end + rows] = product(apart, planes, x, tile, blocks)
+        tensors += [planes.codes, planes.high, planes.scales, planes.supers]
+        numbers += [end, rows, blocks]
+    library.launch(
+        sum(blocks for _, _, blocks in pieces), 32 * batch_source.warps_of(columns, tile[1]),
+        (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]),
+        (ctypes.c_long * len(tensors))(*[tensor.nbytes for tensor in tensors]),
+        (ctypes.c_int * len(numbers))(*numbers),
+    )  # fmt: skip
+    return torch.equal(out.view(torch.int32), wanted.view(torch.int32))
+
+
 def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
+        for (pieces, columns, batch, tile), card in zip(TOGETHER, (800, 750, 800), strict=True):
+            right = check_together(pieces, columns, batch, tile, folder, card)
+            bad += not right
+            print(pieces, columns, batch, tile, card, "right" if right else "wrong", flush=True)
         for name in sorted(FORMATS):
             shapes = SHAPES + (RAGGED_SHAPES if FORMATS[name].block_columns == 32 else [])
             for shape, card in [*((shape, 800) for shape in shapes), (shapes[0], 750)]:

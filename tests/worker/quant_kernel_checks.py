@@ -4,6 +4,7 @@ On a machine with a CUDA device the kernels run there; without one, set TRITON_I
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from gearshift.tests.helpers.kernel_checks import DEVICE, INTERPRETED, relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
-from gearshift.worker.kernels.quant_planes import FORMATS, dequantize, from_gguf
+from gearshift.worker.kernels.batch_kernels import usual_batch_tile
+from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
 
 def sums_of_codes(x: quant_ops.QuantizedRows, rounded: torch.Tensor) -> float:
@@ -65,12 +67,73 @@ def check_pieces(rows: int, columns: int, room_rows: int) -> dict[str, Any]:
     }
 
 
+def check_together(types: Sequence[str], rows: Sequence[int], columns: int, batch: int) -> bool:
+    """Whether pieces of several types in one launch give what launches apart with the same tile give, bit by bit."""
+    pieces = [
+        from_gguf(name, torch.from_numpy(random_rows(name, count, columns, number)).to(DEVICE))
+        for number, (name, count) in enumerate(zip(types, rows, strict=True))
+    ]
+    x, total = quant_ops.quantize(torch.randn(batch, columns, device=DEVICE)), sum(piece.rows for piece in pieces)
+    row_tile = quant_ops.usual_tile(total, columns // 64)
+    tile = row_tile if batch <= quant_ops.MOST_SINGLE else usual_batch_tile(total)
+    found = torch.full((batch, total + 3), float("nan"), device=DEVICE)
+    wanted = found.clone()
+    quant_ops.multiply_together(pieces, x, found[:, :total])
+    first = 0
+    for piece in pieces:
+        quant_ops.multiply(piece, x, wanted[:, first : first + piece.rows], tile)
+        first += piece.rows
+    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+def check_mixed(batch: int) -> dict[str, float]:
+    """A matrix of four pieces, one without planes, as a pass multiplies it and as a step does."""
+    columns, rows = 512, 6
+    planes = [
+        from_gguf(name, torch.from_numpy(random_rows(name, rows, columns, 3)).to(DEVICE))
+        for name in ("Q4_K", "Q6_K", "Q8_0")
+    ]
+    plain = torch.randn(rows, columns, device=DEVICE).bfloat16()
+    pieces = [*planes[:2], plain, planes[2]]
+    workspace = quant_matrix.Workspace(DEVICE, torch.bfloat16)
+    matrix = quant_matrix.QuantMatrix(pieces, 0, columns, 0, workspace)
+    x = torch.randn(batch, columns, device=DEVICE)
+    quantised = quant_ops.quantize(x)
+    out = torch.full((batch, 4 * rows), float("nan"), device=DEVICE)
+    matrix.multiply_quantized(quantised, out)
+    dense = torch.cat([dequantize(each) if isinstance(each, Planes) else each.float() for each in pieces]).double()
+    return {
+        "step": relative_error(out, quantised.expanded(torch.float64) @ dense.T),
+        "pass": relative_error(matrix(x), x.double() @ dense.T),
+    }
+
+
 def main() -> int:
+    names = sorted(FORMATS)
+    together = [(pair, (5, 6), 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
+    together += [(("Q4_K", "Q6_K"), (6, 4), 512, 1), (("Q4_K", "Q6_K", "Q5_K"), (3, 4, 5), 5120, 1)]
+    together += [(("Q4_K", "Q6_K", "Q4_K"), (6, 7, 8), 256, 3)]
+    if not INTERPRETED:
+        together = [
+            (types, rows[: len(types)], columns, batch)
+            for types in (("Q4_K", "Q6_K"), ("Q6_K", "Q5_K"), ("Q4_K", "Q8_0", "Q5_1"))
+            for rows, columns in (((2560, 512, 37), 4096), ((8200, 4099, 17), 512), ((1100, 300, 100), 5120))
+            for batch in (1, 3, 16)
+        ]
+    bad = 0
+    for case in together:
+        right = check_together(*case)
+        bad += not right
+        print("together", *case, "right" if right else "wrong", flush=True)
+    for batch in (1, 3):
+        errors = check_mixed(batch)
+        right = errors["step"] < 5e-3 and errors["pass"] < 5e-2  # bf16 of what is plain; int8 of activations
+        bad += not right
+        print("mixed", batch, "right" if right else "wrong", errors, flush=True)
     shapes = [(5, 256, 1), (7, 448, 3), (6, 5120, 1)]  # the last: a row in turns
     if not INTERPRETED:
         shapes = [(2048, 4096, 1), (1023, 7168, 4), (259, 448, 16), (9000, 2048, 11), (517, 5120, 1), (518, 13824, 1)]
     limits = {"product": 2e-6, "activations": 1e-2, "sums": 1e-5, "expanded": 1e-6, "gathered": 1e-6}
-    bad = 0
     for type_name in sorted(FORMATS):
         for rows, wanted_columns, batch in shapes:
             columns = 512 if wanted_columns % FORMATS[type_name].block_columns else wanted_columns

@@ -147,8 +147,9 @@ def test_who_asks_does_not_wait_behind_what_others_want(tmp_path: Path) -> None:
 
 
 def test_the_kernels_of_a_model_are_named_once_those_for_few_requests_first() -> None:
-    pieces = [("Q4_K", 2560, 4096), ("Q6_K", 512, 4096), ("Q4_K", 4096, 2048), ("Q4_K", 14336, 4096), ("Q8_0", 512, 64)]
-    variants = variants_of(pieces)
+    q_k_v = (("Q4_K", 2560, 4096), ("Q6_K", 512, 4096))
+    single = [("Q4_K", 4096, 2048), ("Q4_K", 2560, 4096), ("Q4_K", 14336, 4096), ("Q8_0", 512, 64)]
+    variants = variants_of([q_k_v, q_k_v[::-1], *((piece,) for piece in single)])
     assert len(variants) == len(set(variants)) == 8
     assert [variant.rows_of_eight for variant in variants] == [1] * 4 + [2] * 4
     assert [variant.whole for variant in variants[:4]] == [True, True, True, False]

@@ -15,6 +15,8 @@ from ...proto.device_sizes import MOST_ROWS, SPAN
 from ...proto.user_cache import cache_folder
 from . import batch_source
 from .cuda_source import Compiler, CudaKernel
+from .grouped_source import grouped_source
+from .grouping import order_of_types
 from .kept_images import KeptImages, image_key
 from .quant_planes import FORMATS, PlaneFormat
 
@@ -23,19 +25,24 @@ KEPT_KIND = "kernels"
 MOST_THREADS = 4  # that compile ahead, of a rank
 EIGHTS = tuple(range(1, MOST_ROWS // 8 + 1))  # rows of activations, in eights
 
+Launch = tuple[tuple[str, int, int], ...]
+"""(type, rows, columns) of what is multiplied at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchVariant:
-    """One kernel; see `batch_source.source`."""
+    """One kernel; see `batch_source.source`, and `grouped_source` for several types."""
 
-    form: PlaneFormat
+    forms: tuple[PlaneFormat, ...]
     tile: tuple[int, ...]
     rows_of_eight: int
     whole: bool
 
     @property
     def source(self) -> str:
-        return batch_source.source(self.form, self.tile, self.rows_of_eight, self.whole)
+        if len(self.forms) == 1:
+            return batch_source.source(self.forms[0], self.tile, self.rows_of_eight, self.whole)
+        return grouped_source(self.forms, self.tile, self.rows_of_eight, self.whole)
 
 
 def usual_batch_tile(rows: int) -> tuple[int, int, int]:
@@ -45,12 +52,16 @@ def usual_batch_tile(rows: int) -> tuple[int, int, int]:
     return (1, 8, 2) if rows >= 2048 else (1, 16, 1)
 
 
-def variants_of(pieces: Iterable[tuple[str, int, int]]) -> tuple[BatchVariant, ...]:
-    """All that matrices of these (type, rows, columns) take, each once; those for few requests first."""
+def variants_of(launches: Iterable[Launch]) -> tuple[BatchVariant, ...]:
+    """All that these take, each once; those for few requests first."""
     shapes = dict.fromkeys(
-        (FORMATS[kind], usual_batch_tile(rows), columns % SPAN == 0) for kind, rows, columns in pieces
-    )
-    return tuple(BatchVariant(form, tile, eight, whole) for eight in EIGHTS for form, tile, whole in shapes)
+        (
+            tuple(sorted((FORMATS[kind] for kind, _, _ in pieces), key=order_of_types)),
+            usual_batch_tile(sum(rows for _, rows, _ in pieces)), pieces[0][2] % SPAN == 0,
+        )
+        for pieces in launches
+    )  # fmt: skip
+    return tuple(BatchVariant(forms, tile, eight, whole) for eight in EIGHTS for forms, tile, whole in shapes)
 
 
 class MakesImages(Protocol):
@@ -113,10 +124,10 @@ def images_for(capability: tuple[int, int]) -> Images:
 
 
 def compile_ahead(
-    pieces: Iterable[tuple[str, int, int]], rank: int, ranks: int, device: torch.device, more: Sequence[str] = ()
+    launches: Iterable[Launch], rank: int, ranks: int, device: torch.device, more: Sequence[str] = ()
 ) -> None:
-    """Begin to compile all that matrices of these (type, rows, columns) take, and `more`, while they are loaded."""
-    sources = [*(variant.source for variant in variants_of(pieces)), *more]
+    """Begin to compile all that these will take, and `more`, while their matrices are being loaded."""
+    sources = [*(variant.source for variant in variants_of(launches)), *more]
     threads = min(MOST_THREADS, torch.get_num_threads())
     images_for(torch.cuda.get_device_capability(device)).make_ahead(sources, len(sources) * rank // ranks, threads)
 

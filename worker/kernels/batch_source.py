@@ -229,16 +229,15 @@ __device__ __forceinline__ float span_value(Sum sum, unsigned super, float least
 }
 
 // out[b * out_stride + n] = sum over k of W[n, k] x[b, k]. For activations' layout see `QuantizedRows`; columns are
-// 64 times `groups`. Any number of blocks will do: they take tiles of 16 * MT rows in turn.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
-    const unsigned char* codes, const unsigned* high, const unsigned* scales, const unsigned* supers,
-    const signed char* x, const float* x_scales, const unsigned short* x_sums, float* out, int out_stride, int rows,
-    int batch, int groups, unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks,
-    int rank) {
-  __shared__ float shares[2][WARPS][NT * 8][MT * 16 + 4];
+// 64 times `groups`. Any number of blocks will do: they take tiles of 16 * MT rows in turn. `shares`: [2], shared.
+__device__ __forceinline__ void multiply_tiles(
+    float (*shares)[WARPS][NT * 8][MT * 16 + 4], int block, int blocks, const unsigned char* codes,
+    const unsigned* high, const unsigned* scales, const unsigned* supers, const signed char* x, const float* x_scales,
+    const unsigned short* x_sums, float* out, int out_stride, int rows, int batch, int groups,
+    unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks, int rank) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, t = lane & 3;
   const int spans = (groups + 3) / 4, tiles = (rows + 16 * MT - 1) / (16 * MT);
-  int tile = blockIdx.x, s = warp, turn = 0;
+  int tile = block, s = warp, turn = 0;
   float total[MT][NT][4] = {};
   Row row[MT][2];
 #pragma unroll
@@ -253,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
 #pragma unroll 1
   while (true) {
     const bool last = s + warps >= spans;  // of this tile, for this warp
-    const int next = last ? warp : s + warps, next_tile = last ? tile + gridDim.x : tile;
+    const int next = last ? warp : s + warps, next_tile = last ? tile + blocks : tile;
     const bool more = next_tile < tiles;
     unsigned factor[MT][2][FACTORS], super[MT][2];
     int at[MT][2];
@@ -351,6 +350,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
 }
 """
 
+ENTRY = r"""
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) multiply_batch(
+    const unsigned char* codes, const unsigned* high, const unsigned* scales, const unsigned* supers,
+    const signed char* x, const float* x_scales, const unsigned short* x_sums, float* out, int out_stride, int rows,
+    int batch, int groups, unsigned long long* const* inboxes, const int* sequence, int first, int width, int ranks,
+    int rank) {
+  __shared__ float shares[2][WARPS][NT * 8][MT * 16 + 4];
+  multiply_tiles(shares, blockIdx.x, gridDim.x, codes, high, scales, supers, x, x_scales, x_sums, out, out_stride, rows,
+                 batch, groups, inboxes, sequence, first, width, ranks, rank);
+}
+"""
+
 
 def source(form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: bool) -> str:
     """For one type and `rows_of_eight` times 8 rows of activations; `whole`: columns are a multiple of SPAN.
@@ -358,12 +369,22 @@ def source(form: PlaneFormat, tile: tuple[int, ...], rows_of_eight: int, whole: 
     `tile`: 16 matrix rows a block so many times, most warps of a block, blocks that must fit a multiprocessor at once
     (which bounds registers).
     """
+    return defines(tile_facts(tile, rows_of_eight, whole) | type_facts(form)) + INSTRUCTIONS + SOURCE + ENTRY
+
+
+def type_facts(form: PlaneFormat) -> dict[str, int]:
+    return {"BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero}
+
+
+def tile_facts(tile: tuple[int, ...], rows_of_eight: int, whole: bool) -> dict[str, int]:
     tiles, warps, blocks = tile
-    facts = {
-        "BITS": form.code_bits, "HIGH": form.high_bits, "KIND": int(form.scale_kind), "ZERO": form.zero,
+    return {
         "MT": tiles, "NT": rows_of_eight, "WARPS": warps, "BLOCKS": blocks, "WHOLE": int(whole), "ROWS": MOST_ROWS,
     }  # fmt: skip
-    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + INSTRUCTIONS + SOURCE
+
+
+def defines(facts: dict[str, int]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in facts.items())
 
 
 def warps_of(columns: int, most: int) -> int:

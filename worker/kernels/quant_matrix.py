@@ -6,7 +6,7 @@ multiplies there by the library. Float types are held in such floats from load o
 The floats are bf16 or f16; for the latter's gain see `half`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as functional
@@ -15,9 +15,10 @@ from torch import Tensor
 from ...proto.device_sizes import EXPANDED_BYTES
 from . import quant_ops
 from .exchange import Exchange
+from .grouping import launches
 from .half import gain_of, result_type
 from .quant_ops import QuantizedRows, Sent
-from .quant_planes import QUANTISED, Piece
+from .quant_planes import QUANTISED, Piece, Planes
 
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
@@ -93,15 +94,7 @@ class QuantMatrix:
             return multiply_stacked(x_TC if gain == 1.0 else x_TC / gain, [self], gain=gain)
         out = torch.empty((x_TC.shape[0], self.rows), dtype=torch.float32, device=x_TC.device)
         quantised = quant_ops.quantize(x_TC) if any(isinstance(p, QUANTISED) for p in self.pieces) else None
-        first = 0
-        for piece in self.pieces:
-            columns = out[:, first : first + _rows(piece)]
-            if isinstance(piece, QUANTISED):
-                assert quantised is not None
-                quant_ops.multiply(piece, quantised, columns)
-            else:
-                columns.copy_(_dense_product(x_TC, piece))
-            first += _rows(piece)
+        self._multiply_few(out, quantised, lambda piece: _dense_product(x_TC, piece))
         return out
 
     @property
@@ -114,14 +107,28 @@ class QuantMatrix:
 
         `to`: the sums are partial, and go to the other ranks at once; only where `tells_ranks`.
         """
+        if to is None:
+            self._multiply_few(
+                out, x, lambda piece: _dense_product(x.expanded(result_type(piece.dtype)), piece)
+            )
+            return
         first = 0
         for piece in self.pieces:
-            columns = out[:, first : first + _rows(piece)]
-            if isinstance(piece, QUANTISED):
-                quant_ops.multiply(piece, x, columns, sent=Sent(to, first) if to else None)
+            assert not isinstance(piece, Tensor)
+            quant_ops.multiply(piece, x, out[:, first : first + piece.rows], sent=Sent(to, first))
+            first += piece.rows
+
+    def _multiply_few(self, out: Tensor, x: QuantizedRows | None, dense: Callable[[Tensor], Tensor]) -> None:
+        """`x`: for pieces in planes, neighbours in one launch; `dense` gives the other pieces' columns."""
+        first = 0
+        for pieces in launches(self.pieces, _in_planes):
+            columns = out[:, first : first + sum(map(_rows, pieces))]
+            if isinstance(pieces[0], Tensor):
+                columns.copy_(dense(pieces[0]))
             else:
-                columns.copy_(_dense_product(x.expanded(result_type(piece.dtype)), piece))
-            first += _rows(piece)
+                assert x is not None
+                quant_ops.multiply_together(pieces, x, columns)
+            first += columns.shape[1]
 
     def padded(self, x_TC: Tensor) -> Tensor:
         """Zeros beside the owned columns."""
@@ -219,6 +226,10 @@ def _expand_rows(pieces: list[Piece], first: int, end: int, out: Tensor, gain: f
             else:
                 torch.mul(piece[begin - top : stop - top], gain, out=to)
         top += _rows(piece)
+
+
+def _in_planes(piece: Piece) -> bool:
+    return isinstance(piece, Planes)
 
 
 def _rows(piece: Piece) -> int:

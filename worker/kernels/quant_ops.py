@@ -4,8 +4,10 @@ Imported on CUDA workers only, and by tests, which interpret Triton's.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -16,7 +18,9 @@ from . import batch_source, block_ops
 from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
 from .block_types import Blocks
 from .exchange import Exchange
-from .quant_planes import Planes, ScaleKind, dequantize
+from .grouped_triton import multiply_pieces
+from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
+from .quant_planes import Piece, Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,6 +124,30 @@ def multiply(
         _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
 
 
+def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) -> None:
+    """`multiply` of quantised matrices below one another in one launch: of one, or of up to MOST_TOGETHER planes.
+
+    The tile is that of all their rows; results are those of launches apart with that tile.
+    """
+    if len(pieces) == 1:
+        assert not isinstance(pieces[0], Tensor)
+        multiply(pieces[0], x, out)
+        return
+    planes = [piece for piece in pieces if isinstance(piece, Planes)]
+    assert len(planes) == len(pieces), "what has no planes is multiplied alone"
+    rows, columns = sum(piece.rows for piece in planes), planes[0].columns
+    tops = accumulate((piece.rows for piece in planes), initial=0)
+    # The dearest first, so that none of them is the last to begin; and types in one order are one kernel.
+    placed = sorted(zip(planes, tops, strict=False), key=lambda place: order_of_types(place[0].format))
+    if x.rows <= MOST_SINGLE:
+        _multiply_row_together(placed, x, out, usual_tile(rows, columns // 64))
+    elif EMULATED:
+        for piece, top in placed:
+            multiply(piece, x, out[:, top : top + piece.rows])
+    else:
+        _multiply_batch_together(placed, x, out, usual_batch_tile(rows))
+
+
 @cache
 def _multiprocessors(device: int) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -133,7 +161,7 @@ def _multiply_batch(
     tiles, most_warps, blocks = tile
     warps = batch_source.warps_of(columns, most_warps)
     at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
-    kernel = batch_kernel(BatchVariant(planes.format, tile, -(-x.rows // 8), columns % SPAN == 0), device)
+    kernel = batch_kernel(BatchVariant((planes.format,), tile, -(-x.rows // 8), columns % SPAN == 0), device)
     stand_in = x.codes  # nobody is told
     exchange = sent.exchange if sent else None
     kernel(
@@ -153,16 +181,52 @@ def _multiply_row(
 ) -> None:
     form, exchange = planes.format, sent.exchange if sent else None
     rows_a_program, warps, groups = tile
-    signed_scales = form.scale_kind is ScaleKind.SUPER_SIGNED
     multiply_rows[(triton.cdiv(planes.rows, rows_a_program),)](
-        _words(planes.codes), _words(planes.high), _words(planes.scales),
-        planes.supers if signed_scales else planes.supers.view(torch.int32),
-        _words(x.codes), x.scales, x.sums_16, x.sums_32, out, exchange.inboxes if exchange else out,
-        exchange.sums_sequence if exchange else out, sent.first if sent else 0, planes.rows,
+        *_planes_in_words(planes), _words(x.codes), x.scales, x.sums_16, x.sums_32, out,
+        exchange.inboxes if exchange else out, exchange.sums_sequence if exchange else out,
+        sent.first if sent else 0, planes.rows,
         K=planes.columns, BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero,
         BN=rows_a_program, G=groups, WIDTH=exchange.width if exchange else 0,
         RANKS=exchange.ranks if exchange else 1, RANK=exchange.rank if exchange else 0, ROWS=MOST_ROWS,
         EMULATED=EMULATED, num_warps=warps,
+    )  # fmt: skip
+
+
+def _multiply_row_together(
+    placed: Sequence[tuple[Planes, int]], x: QuantizedRows, out: Tensor, tile: tuple[int, ...]
+) -> None:
+    rows_a_program, warps, groups = tile
+    planes: list[Tensor | int] = []
+    facts: dict[str, int] = {}
+    for number, (piece, top) in enumerate((*placed, placed[0])[:MOST_TOGETHER]):  # the third stands in, at most
+        form = piece.format
+        planes += [*_planes_in_words(piece), top, piece.rows]
+        facts |= {f"{name}_{number}": value for name, value in batch_source.type_facts(form).items()}
+    multiply_pieces[(sum(triton.cdiv(piece.rows, rows_a_program) for piece, _ in placed),)](
+        *planes, _words(x.codes), x.scales, x.sums_16, x.sums_32, out, **facts, PIECES=len(placed),
+        K=placed[0][0].columns, BN=rows_a_program, G=groups, EMULATED=EMULATED, num_warps=warps,
+    )  # fmt: skip
+
+
+def _multiply_batch_together(
+    placed: Sequence[tuple[Planes, int]], x: QuantizedRows, out: Tensor, tile: tuple[int, ...]
+) -> None:
+    device, columns = out.device.index, placed[0][0].columns
+    tiles, most_warps, blocks = tile
+    warps = batch_source.warps_of(columns, most_warps)
+    at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
+    forms = tuple(piece.format for piece, _ in placed)
+    kernel = batch_kernel(BatchVariant(forms, tile, -(-x.rows // 8), columns % SPAN == 0), device)
+    shares = blocks_of_pieces(
+        tuple(triton.cdiv(piece.rows, 16 * tiles) for piece, _ in placed),
+        tuple(form.bits_a_column for form in forms), at_once,
+    )  # fmt: skip
+    arguments: list[Tensor | int] = []
+    for (piece, top), share in zip(placed, shares, strict=True):
+        arguments += [piece.codes, piece.high, piece.scales, piece.supers, top, piece.rows, share]
+    kernel(
+        sum(shares), 32 * warps,
+        (x.codes, x.spans, x.halves, out, out.stride(0), x.rows, columns // 64, *arguments),
     )  # fmt: skip
 
 
@@ -221,6 +285,13 @@ def _bytes(planes: Planes) -> tuple[Tensor, Tensor]:
     form = planes.format
     codes = planes.codes.view(torch.int8) if form.code_bits == 8 else planes.codes
     return codes, planes.scales.view(torch.int8) if form.scale_kind is ScaleKind.SUPER_SIGNED else planes.scales
+
+
+def _planes_in_words(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the kernels that go word by word want them."""
+    signed_scales = planes.format.scale_kind is ScaleKind.SUPER_SIGNED
+    supers = planes.supers if signed_scales else planes.supers.view(torch.int32)
+    return _words(planes.codes), _words(planes.high), _words(planes.scales), supers
 
 
 def _words(raw: Tensor) -> Tensor:

@@ -121,16 +121,27 @@ def multiply_rows(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     here = n < N
     row = tl.minimum(n, N - 1).to(tl.int64)
-    sums = tl.zeros([BN, G], tl.float32)
-    for begin in tl.static_range(0, K // 64, G):
-        sums += _products_of_groups(
-            codes, high, scales, supers, xq, xs, xsum16, xsum32, row, begin, K, BITS, HIGH, KIND, ZERO, G, EMULATED
-        )
-    total = tl.sum(sums, 1)
+    total = products_of_rows(
+        codes, high, scales, supers, xq, xs, xsum16, xsum32, row, K, BITS, HIGH, KIND, ZERO, G, EMULATED
+    )
     tl.store(out + n, total, mask=here)
     if RANKS > 1:
         number = tl.load(sequence) + 1
         send_words(total, number, inboxes, 0, first + n, here, WIDTH, RANKS, RANK, ROWS)
+
+
+@triton.jit
+def products_of_rows(
+    codes, high, scales, supers, xq, xs, xsum16, xsum32, row, K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr,
+    KIND: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """f32 [rows]: of rows `row` (int64), the whole product."""
+    sums = tl.zeros([row.shape[0], G], tl.float32)
+    for begin in tl.static_range(0, K // 64, G):
+        sums += _products_of_groups(
+            codes, high, scales, supers, xq, xs, xsum16, xsum32, row, begin, K, BITS, HIGH, KIND, ZERO, G, EMULATED
+        )
+    return tl.sum(sums, 1)
 
 
 @triton.jit

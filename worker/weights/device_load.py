@@ -15,8 +15,9 @@ from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels, block_ops
 from ..kernels.block_source import Kernel
 from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf, has_blocks
+from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
-from ..kernels.quant_planes import Piece, has_planes, sort_by_rows
+from ..kernels.quant_planes import FORMATS, Piece, has_planes, sort_by_rows
 from .load import Cut
 from .mapped_file import MappedModel
 from .plane_bytes import stacked, stacked_pieces
@@ -67,12 +68,15 @@ class DeviceLoader:
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
-        pieces = [piece for cuts in matrices for piece in stacked_pieces(cuts)]
-        kinds = dict.fromkeys((kind, rows, columns) for kind, rows, columns in pieces if kind is not None)
-        planes = [piece for piece in kinds if piece[0] not in BLOCK_FORMATS]
-        blocks = [kind for kind, _, _ in kinds if kind in BLOCK_FORMATS]
+        together: dict[batch_kernels.Launch, None] = {}
+        blocks: list[str] = []
+        for cuts in matrices:
+            for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] in FORMATS):
+                planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind in FORMATS)
+                together |= {planes: None} if planes else {}
+                blocks += [kind for kind, _, _ in pieces if kind in BLOCK_FORMATS]
         more = block_ops.sources_of(blocks, self.workspace.dtype)
-        batch_kernels.compile_ahead(planes, rank, ranks, self._device, more)
+        batch_kernels.compile_ahead(together, rank, ranks, self._device, more)
 
     def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
         """The cuts below one another. Float types are held in the compute type."""
