@@ -159,8 +159,10 @@ for form in FORMATS.values():
 for names, whole in ((("Q6_K", "Q4_K"), True), (("Q6_K", "Q5_K", "Q8_0"), True), (("Q5_0", "Q4_1"), False)):
     image = compiler.image(grouped_source([FORMATS[name] for name in names], (1, 8, 2), 2, whole))
     assert image.startswith(bytes((127, *b"ELF")))
-for blocks in BLOCK_FORMATS.values():
-    for kernel in block_source.Kernel:
+expansions = [kernel for kernel in block_source.Kernel if kernel.function == "expand"]
+for number, blocks in enumerate(BLOCK_FORMATS.values()):
+    some = [block_source.Kernel.ROW, block_source.Kernel.BATCH_16, expansions[number % 3]]
+    for kernel in some if number else block_source.Kernel:
         assert compiler.image(block_source.source(blocks, kernel)).startswith(bytes((127, *b"ELF")))
         print(block_source.shared_bytes(blocks, kernel))
 """

@@ -17,9 +17,10 @@ from enum import StrEnum
 
 from ...proto.device_sizes import MOST_ROWS, SPAN
 from .batch_source import INSTRUCTIONS
-from .block_decoders import COMMON, DECODERS
+from .block_decoders import DECODERS
 from .block_products import MULTIPLY_BATCH, MULTIPLY_ROW
 from .block_types import BlockFormat
+from .block_units import COMMON
 from .codebooks import grid_words, table_words
 
 ROW_WARPS, BATCH_WARPS, EXPAND_WARPS = 8, 4, 8  # of a block of threads
