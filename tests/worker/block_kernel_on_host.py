@@ -50,7 +50,7 @@ CALLS = {
 RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns from the third on
 # rows, units of 32 columns (of whole blocks), warps that share, blocks: rows and units that do not come out even
 ROW_SHAPES = [(5, 16, 1, 1), (19, 40, 2, 2), (6, 72, 8, 3), (3, 8, 4, 1)]
-BATCH_SHAPES = [(37, 48, 16, 2), (16, 8, 9, 4), (20, 24, 3, 1)]  # rows, units, batch, blocks
+BATCH_SHAPES = [(20, 24, 16, 1), (33, 8, 9, 2)]  # rows, units, batch, blocks
 MORE_BATCHES = (("Q2_K", Kernel.BATCH_8, 800), ("Q2_K", Kernel.BATCH_16, 750), ("IQ4_NL", Kernel.BATCH_8, 750))
 RAGGED_UNITS = 3  # more of them, where a block is one
 OUT = {Kernel.EXPAND_BF16: torch.bfloat16, Kernel.EXPAND_F16: torch.float16, Kernel.EXPAND_F32: torch.float32}
