@@ -254,8 +254,10 @@ def _faults_on_demand() -> "tuple[Fault, ...]":
 def _run_loop(
     channel: WorkerChannel, rank: int, world_size: int, device_name: str, progress: Progress, model_path: str
 ) -> None:
-    from . import loop  # late: it imports torch
+    from . import loop, memory  # late: they import torch
 
+    if device_name == "cpu":
+        memory.keep_freed_memory()
     loop.run(channel, rank, world_size, device_name, progress, model_path, _faults_on_demand())
 
 

@@ -1,11 +1,15 @@
-"""Which slots a request gets when its turn comes: those of its kept prefix, free ones, those kept for others."""
+"""Which slots a request gets when its turn comes: those of its kept prefix, free ones, those kept for others.
+
+And where they go when it ends, has shifted, or does not.
+"""
 
 from dataclasses import dataclass
 
 from ...proto.errors import DoesNotFitError
 from ...proto.generation_result import ShiftFailureKind
+from ...proto.ids import Layout
 from ...proto.kv import BundleTable, block_count
-from .kept import KeptSequences
+from .kept import KeptSequence, KeptSequences
 from .session import Session
 from .slots import SlotPool
 
@@ -45,6 +49,27 @@ class Admission:
         session.layout, session.target_layout = plan.prefill, plan.decode
         session.note_failure(ShiftFailureKind.NO_ROOM, "no room for its keys and values in both layouts")
         return grant
+
+    def take_back(self, session: Session) -> None:
+        """An ended request's slots are free; those of a conversation's turn are kept for what goes on from it."""
+        plan, tokens = session.plan, session.written_tokens
+        if session.table is None:
+            return
+        if plan.request.conversation is not None and tokens:
+            sequence = KeptSequence(plan.request_id, tokens, session.layout, session.table)
+            self._kept.keep(plan.request.conversation, sequence)
+        else:
+            self._slots.release(session.table, session.layout)
+
+    def take_back_target(self, session: Session) -> None:
+        """Of a shift that is not made: its target's slots, but for those that hold the request."""
+        if session.target is not None:
+            self._slots.release_moving(session.target, session.target_layout, but=session.table)
+
+    def take_back_source(self, session: Session, table: BundleTable, layout: Layout) -> None:
+        """Of a shift that was made: the slots it came from, unless source and target share them."""
+        if session.target is not table:
+            self._slots.release_moving(table, layout, but=session.table)
 
     def _grant(self, session: Session, *, shifts: bool) -> Grant | None:
         plan, blocks = session.plan, block_count(session.plan.cells)

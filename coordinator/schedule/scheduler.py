@@ -16,14 +16,14 @@ from ...proto.commands import AnyCommand, Batch, Chunk, HashKv, Move, RunTick
 from ...proto.errors import DoesNotFitError, ProtocolError
 from ...proto.generation_result import FinishReason, ShiftFailureKind
 from ...proto.ids import Layout, Rank, RequestId
-from ...proto.kv import BLOCK_TOKENS, BundleTable
+from ...proto.kv import BLOCK_TOKENS
 from ...proto.reports import KvHashed, ShiftCommitted, ShiftDamaged, ShiftPrepared, TickFinished
 from ..generation import KeptPrefix, LogitsEvent, RequestPlan, ScoresEvent
 from ..policy.forecast import Running
 from ..residency.weight_keeper import WeightKeeper
 from .admission import Admission
 from .events import Ended, PromptRead, SchedulerEvent, Started
-from .kept import KeptSequence, KeptSequences
+from .kept import KeptSequences
 from .phase import Phase
 from .pipeline import Pipeline, leaving_chunks
 from .rank_answers import HashQuery
@@ -164,8 +164,7 @@ class Scheduler:
         session = self._known(report.request)
         if (query := session.commit_answered(report)) is not None:
             self._commands += session.committed(query)
-            if session.target is not query.table:
-                self._slots.release_moving(query.table, query.layout, but=session.table)
+            self._admission.take_back_source(session, query.table, query.layout)
             self.shift_counts.committed += 1
 
     def shift_damaged(self, report: ShiftDamaged) -> None:
@@ -374,23 +373,13 @@ class Scheduler:
         """The tick just built frees the request: its slots may be granted to what comes later in the log."""
         if session.target is not None:
             self._abandon(session)
-        if session.table is not None:
-            self._keep_or_release(session, session.table)
+        self._admission.take_back(session)
         self._closing[session.plan.request_id] = self._open.pop(session.plan.request_id)
 
     def _abandon(self, session: Session) -> None:
         if session.target is not None:
-            self._slots.release_moving(session.target, session.target_layout, but=session.table)
+            self._admission.take_back_target(session)
             self._commands += session.abandon()
-
-    def _keep_or_release(self, session: Session, table: BundleTable) -> None:
-        """A turn of a conversation leaves what its next turn goes on from."""
-        plan, tokens = session.plan, session.written_tokens
-        if plan.request.conversation is not None and tokens:
-            sequence = KeptSequence(plan.request_id, tokens, session.layout, table)
-            self._kept.keep(plan.request.conversation, sequence)
-        else:
-            self._slots.release(table, session.layout)
 
     def _commit_shifts(self) -> list[AnyCommand]:
         commands: list[AnyCommand] = []
