@@ -43,6 +43,7 @@ class Cell:
     def facts(self) -> dict[str, Any]:
         verdict = judge(self.runs, self.blocks)
         auto = [run for run in self.runs if run.combination == AUTO]
+        predicted = [run.predicted_seconds for run in auto if run.predicted_seconds is not None]
         times: dict[str, dict[str, float]] = {}
         for run in self.runs:
             mine = [other.wall_seconds for other in self.runs if other.combination == run.combination]
@@ -61,6 +62,7 @@ class Cell:
             "within_spread": verdict.within_spread,
             "plan_ms": 1e3 * statistics.median(run.plan_seconds for run in auto),
             "plan_ms_most": 1e3 * max(run.plan_seconds for run in auto),
+            "predicted_s": statistics.median(predicted) if predicted else None,
             "auto": _parts(auto),
             "seconds": times,
         }

@@ -9,7 +9,9 @@ import pytest
 from gearshift.benchmarks.chunks import busy, chunk_points, chunk_rules, ratio, rule_facts
 from gearshift.benchmarks.floors import SUM_SECONDS, Comparison, Floors, links_here
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.benchmarks.policy import Cell, Chat, cells_table, chat_facts
+from gearshift.benchmarks.policy import cells_table, predicted_table
+from gearshift.benchmarks.policy_cells import Cell, Chat, chat_facts
+from gearshift.benchmarks.unequal import Cut, cuts_to_try, told, verdict_of
 from gearshift.coordinator.chunks.plan import Auto, Fixed, Sqrt
 from gearshift.coordinator.costs.cost_model import ChunkCost
 from gearshift.coordinator.trace import Stretch
@@ -49,6 +51,13 @@ def test_the_table_shows_which_pair_wins_where() -> None:
     json.dumps(cells)
 
 
+def test_predictions_are_held_against_auto_s_own_runs_part_by_part() -> None:
+    one = cell(128, 64, 1.03, LAYER).facts()
+    assert one["auto"]["predicted_s"] == 0.9
+    assert one["auto"]["measured_s"] == 1.1
+    assert predicted_table([one]).splitlines()[2].split()[:2] == ["128", "-18"]
+
+
 def test_a_chat_is_compared_as_a_whole_and_turn_by_turn() -> None:
     layer, tensor = Combination(LAYER, TENSOR), Combination(TENSOR, TENSOR)
     chats = [
@@ -61,6 +70,46 @@ def test_a_chat_is_compared_as_a_whole_and_turn_by_turn() -> None:
     assert (facts["best"], facts["auto_took"]) == ("layer->tensor", ("layer->tensor", "tensor->tensor"))
     assert facts["regret"] == pytest.approx(-0.1)
     assert facts["by_turn"]["layer->tensor"] == pytest.approx([4.1, 1.0])
+
+
+def test_an_interrupted_chat_without_any_turn_of_auto_tells_nothing() -> None:
+    assert chat_facts([Chat(Combination(LAYER, TENSOR), 1, (4.0,), ("layer->tensor",))], (1600,), 16) is None
+
+
+def test_a_sweep_varies_layers_and_parts_apart_around_the_automatic_cut_which_is_there_twice() -> None:
+    cuts = cuts_to_try(20, 0.67, 30)
+    assert [(cut.layers, cut.share) for cut in cuts[:2]] == [(20, 0.67)] * 2
+    others = {(cut.layers, cut.share) for cut in cuts[2:]}
+    assert len(others) == len(cuts) - 2
+    assert (20, 0.67) not in others
+    assert all(layers == 20 or share == 0.67 for layers, share in others)
+    assert {(15, 0.67), (21, 0.67), (20, 0.5), (20, 0.73)} <= others
+
+
+@pytest.mark.parametrize(
+    ("behind", "noise", "verdict"),
+    [
+        (0.04, 0.01, "within the goal of 5%"),
+        (-0.2, 0.01, "within the goal of 5%"),
+        (0.06, 0.02, "within the goal of 5% and the noise"),
+        (0.08, 0.02, "not within 5%"),
+        (0.01, 0.06, "cannot be told: the noise is above the goal of 5%"),
+    ],
+)
+def test_a_verdict_is_in_terms_of_the_goal_and_of_the_noise(behind: float, noise: float, verdict: str) -> None:
+    assert verdict_of(behind, noise) == verdict
+
+
+def test_a_cut_s_time_is_the_median_over_groups_of_the_least_in_each(capsys: pytest.CaptureFixture[str]) -> None:
+    cuts = [Cut("automatic", 20, 0.67), Cut("the same again", 20, 0.67), Cut("layers", 21, 0.67)]
+    cuts[0].prompt_ms = [[104.0, 130.0], [110.0, 102.0], [300.0, 300.0]]
+    cuts[1].prompt_ms = [[103.0], [105.0], [104.0]]
+    cuts[2].prompt_ms = [[100.0], [90.0], [101.0]]
+    facts = told(cuts, "prompt", "ms", 30)
+    assert facts["behind"] == pytest.approx(0.04)
+    assert facts["noise"] == pytest.approx(0.0)
+    assert facts["verdict"] == "within the goal of 5%"
+    assert "20 + 10, 0.67 + 0.33" in capsys.readouterr().out
 
 
 def a_pipeline_run() -> TimedRun:

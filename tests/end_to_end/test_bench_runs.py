@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.benchmarks.policy import chat_facts, measure_chat
+from gearshift.benchmarks.policy_cells import chat_facts, measure_chat
 from gearshift.coordinator.driver import Driver
 from gearshift.launch.bench.runs import collect_stretches, combinations, interleaved, judge
 from gearshift.launch.bench.timeline import rank_lines
@@ -40,7 +40,7 @@ def test_every_pair_is_run_as_asked_and_its_time_accounted_for(groups: RunningGr
 
 def test_a_chat_reads_only_what_is_new_in_each_turn(groups: RunningGroups) -> None:
     driver = groups.load(TINY, 2)
-    chats = measure_chat(driver, 2, (70, 20, 20), 3, rounds=1, seed=5)
+    chats = list(measure_chat(driver, 2, (70, 20, 20), 3, rounds=1, seed=5))
     assert len(chats) == 5
     assert {len(chat.seconds) for chat in chats} == {3}
     facts = chat_facts(chats, (70, 20, 20), 3)
