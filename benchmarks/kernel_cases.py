@@ -131,7 +131,7 @@ def together(rows: tuple[int, int], columns: int, types: tuple[str, str], batch:
 
 
 def library_product(rows: int, columns: int) -> Case:
-    """Types without planes, and F16 and BF16: the library's product over bf16."""
+    """F16 and BF16: the library's product over bf16."""
     weights = halves(rows, columns)
     copies = [weights] + [weights.clone() for _ in range(copies_of(weights.nbytes) - 1)]
     x = halves(1, columns)

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gearshift.benchmarks.kernel_block_cases import block_cases
 from gearshift.benchmarks.kernel_cases import (
     HALF,
     STEP_LIMIT,
@@ -68,6 +69,7 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
     yield partial(library_product, *sizes.big)
     for type_name in sorted(FORMATS):
         yield partial(expansion, *sizes.big, type_name)
+    yield from block_cases(sizes, batches)
     yield partial(gathered, sizes, "Q4_K")
     yield partial(gathered_floats, sizes)
     for batch in batches:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from ..ids import Layout
 from ..model import ModelSpec, TensorInfo
-from .device_rows import PLANES, has_planes
+from .device_rows import PLANES, device_row_bytes, has_blocks, has_planes
 from .plan import Placement
 from .slices import TensorSlice, head_slice, layer_slice
 
@@ -58,10 +58,13 @@ def _tensors(spec: ModelSpec, placement: Placement, rank: int, residency: Layout
 
 
 def _stacked(cuts: list[Cut]) -> Iterator[int]:
-    """Planes of neighbours of one type lie below one another; what has none is a tensor each."""
+    """Planes or blocks of neighbours of one type lie below one another; what has neither is a tensor each."""
     for type_name, group in groupby(cuts, key=lambda cut: cut[0].type_name):
         members = list(group)
         columns = len(members[0][1].held)
+        if has_blocks(type_name, columns):
+            yield sum(len(cut.rows) for _, cut in members) * device_row_bytes(type_name, columns)
+            continue
         if not has_planes(type_name, columns):
             yield from (2 * len(cut.rows) * len(cut.held) for _, cut in members)
             continue

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..ids import ComputeType, Layout
 from ..model import ModelSpec, TensorInfo
 from ..ranges import LayerRange, VocabRange
-from .device_rows import device_row_bytes, has_planes
+from .device_rows import device_row_bytes, has_blocks, has_planes
 from .plan import Placement
 from .quant_blocks import file_bytes as bytes_in_file
 from .slices import CUT_VECTORS, MATRICES, WHOLE_VECTORS, TensorSlice, head_slice, layer_slice
@@ -26,7 +26,7 @@ class Holding(StrEnum):
 
     F32 = "f32"  # dequantised, owned columns
     BF16 = "bf16"  # two bytes a value: f16 too
-    PLANES = "planes"  # on a GPU: the file's quantisation in planes, whole blocks; bf16 or f16 for types without planes
+    PLANES = "planes"  # on a GPU: the file's quantisation, as planes or blocks; bf16 or f16 for float types
     FILE = "file"  # the file's own bytes, whole blocks: for plans of other engines, and to show
 
 
@@ -78,7 +78,7 @@ def embedding_bytes(spec: ModelSpec) -> int:
     rows, columns = tensor.shape
     if tensor.type_name in ("F32", "F16", "BF16"):
         return tensor.byte_count
-    if has_planes(tensor.type_name, columns):
+    if has_planes(tensor.type_name, columns) or has_blocks(tensor.type_name, columns):
         return rows * device_row_bytes(tensor.type_name, columns)
     return rows * columns * 4  # other types are expanded to f32 there
 

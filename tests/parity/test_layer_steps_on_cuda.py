@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cuda
 
-SMALL = [("small", "Q4_K"), ("small", "Q8_0"), ("small", "Q5_1"), ("small-qwen3", "Q5_K")]
+SMALL = [("small", "Q4_K"), ("small", "Q8_0"), ("small", "Q5_1"), ("small-qwen3", "Q5_K"), ("small", "IQ2_S"),
+         ("small", "Q2_K")]  # fmt: skip
 # At 5 to 3 and 9 to 7 the parts of these models are cut inside quant blocks, at the latter also inside a KV group.
 UNLIKE = [("small", "Q4_K", KvType.Q8_0, (1.0, 1.0)), ("small", "Q4_K", KvType.Q8_0, (5.0, 3.0)),
           ("small-qwen3", "Q5_K", KvType.Q8_0, (9.0, 7.0)), ("small", "Q5_1", KvType.F16, (9.0, 7.0)),

@@ -145,7 +145,8 @@ print(shared)
 
 COMPILE_CUDA = """
 import sys
-from gearshift.worker.kernels import batch_source
+from gearshift.worker.kernels import batch_source, block_source
+from gearshift.worker.kernels.block_types import BLOCK_FORMATS
 from gearshift.worker.kernels.cuda_source import Compiler
 from gearshift.worker.kernels.grouped_source import grouped_source
 from gearshift.worker.kernels.quant_planes import FORMATS
@@ -158,6 +159,12 @@ for form in FORMATS.values():
 for names, whole in ((("Q6_K", "Q4_K"), True), (("Q6_K", "Q5_K", "Q8_0"), True), (("Q5_0", "Q4_1"), False)):
     image = compiler.image(grouped_source([FORMATS[name] for name in names], (1, 8, 2), 2, whole))
     assert image.startswith(bytes((127, *b"ELF")))
+expansions = [kernel for kernel in block_source.Kernel if kernel.function == "expand"]
+for number, blocks in enumerate(BLOCK_FORMATS.values()):
+    some = [block_source.Kernel.ROW, block_source.Kernel.BATCH_16, expansions[number % 3]]
+    for kernel in some if number else block_source.Kernel:
+        assert compiler.image(block_source.source(blocks, kernel)).startswith(bytes((127, *b"ELF")))
+        print(block_source.shared_bytes(blocks, kernel))
 """
 
 
@@ -201,6 +208,12 @@ def test_products_of_many_rows_are_right_when_a_compiler_for_the_host_runs_their
     if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
         pytest.skip("needs g++")
     run(["-m", "gearshift.tests.worker.batch_kernel_on_host"], TRITON_INTERPRET="1")
+
+
+def test_products_and_expansions_of_blocks_are_right_when_a_compiler_for_the_host_runs_their_source() -> None:
+    if os.environ.get("GEARSHIFT_CHECK_KERNELS") != "1" and shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    run(["-m", "gearshift.tests.worker.block_kernel_on_host"], TRITON_INTERPRET="1")
 
 
 def test_passes_in_f16_are_near_those_in_f32_in_the_interpreter() -> None:

@@ -19,8 +19,9 @@ from gearshift.proto.placement.memory import Holding, held_bytes
 from gearshift.proto.placement.migration import migration, transfers
 from gearshift.proto.placement.plan import Placement
 from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.worker.kernels.block_types import blocks_from_gguf, has_blocks
 from gearshift.worker.kernels.matrix import AnyMatrix
-from gearshift.worker.kernels.quant_planes import Planes, from_gguf, has_planes, stack
+from gearshift.worker.kernels.quant_planes import from_gguf, has_planes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.loaded_model import cut_behind
 from gearshift.worker.memory import MemoryLedger
@@ -30,7 +31,7 @@ from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights
 from gearshift.worker.weights.load import Cut, WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
 from gearshift.worker.weights.moving import MovingParts
-from gearshift.worker.weights.plane_bytes import ALIGNMENT_BYTES, Piece, plan_part, tensors_of
+from gearshift.worker.weights.plane_bytes import ALIGNMENT_BYTES, Piece, plan_part, stacked, tensors_of
 from gearshift.worker.weights.plane_store import PlaneStore
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ class PieceMatrix:
 
 
 class PlaneLoader(WeightLoader):
-    """Matrices in planes, made as a GPU's loader makes them."""
+    """Matrices in planes and blocks, made as a GPU's loader makes them."""
 
     def _matrix(self, cuts: list[Cut]) -> AnyMatrix:
         first = cuts[0][1]
@@ -62,18 +63,17 @@ class PlaneLoader(WeightLoader):
         for tensor, cut in cuts:
             if not len(cut.rows) or not len(cut.held):
                 continue
+            raw = torch.from_numpy(self._files.raw_rows(tensor, cut.rows, cut.held).copy())
             if has_planes(tensor.type_name, len(cut.held)):
-                raw = torch.from_numpy(self._files.raw_rows(tensor, cut.rows, cut.held).copy())
                 piece: Piece = from_gguf(tensor.type_name, raw)
+            elif has_blocks(tensor.type_name, len(cut.held)):
+                piece = blocks_from_gguf(tensor.type_name, raw)
             else:
                 piece = torch.empty((len(cut.rows), len(cut.held)), dtype=torch.bfloat16)
                 for offset, values in self._files.rows(tensor, cut.rows, cut.held):
                     piece[offset : offset + len(values)] = torch.from_numpy(values)
-            last = pieces[-1] if pieces else None
-            if isinstance(piece, Planes) and isinstance(last, Planes) and last.format == piece.format:
-                pieces[-1] = stack([last, piece])
-            else:
-                pieces.append(piece)
+            together = stacked(pieces[-1], piece) if pieces else None
+            pieces = [*pieces[:-1], together] if together is not None else [*pieces, piece]
         lead, tail = first.owned.first - first.held.first, first.held.end - first.owned.end
         matrix = PieceMatrix(pieces, lead, len(first.owned), tail)
         self._ledger.track("weights", matrix.byte_count)
@@ -141,6 +141,14 @@ MODELS = {
             "ffn_gate.weight": "Q5_K", "ffn_up.weight": "Q5_K", "ffn_down.weight": "F16",
         },
     },
+    "blocks": {
+        "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_width": 64, "feed_forward": 512,
+        "types": {
+            "attn_q.weight": "IQ2_S", "attn_k.weight": "IQ2_S", "attn_v.weight": "Q2_K",
+            "attn_output.weight": "IQ3_XXS",
+            "ffn_gate.weight": "MXFP4", "ffn_up.weight": "MXFP4", "ffn_down.weight": "IQ4_XS", "output.weight": "Q5_0",
+        },
+    },
     "biases": {"arch": "qwen2", "layers": 4, "hidden": 128, "quant": "Q5_0"},
     "blocks cut at an edge": {"layers": 4, "hidden": 64, "heads": 6, "kv_heads": 6, "quant": "Q8_0"},
 }  # fmt: skip
@@ -149,7 +157,8 @@ MODELS = {
 @pytest.mark.parametrize(
     ("name", "ranks", "shares"),
     [
-        ("mixed", 2, None), ("biases", 2, None), ("blocks cut at an edge", 2, None), ("mixed", 3, None),
+        ("mixed", 2, None), ("blocks", 2, None), ("biases", 2, None), ("blocks cut at an edge", 2, None),
+        ("mixed", 3, None),
         ("mixed", 2, (3.0, 1.0)),
     ],
 )  # fmt: skip
@@ -194,11 +203,11 @@ def test_a_part_read_from_the_file_is_the_one_that_a_peer_sends(tmp_path: Path) 
     assert read == plan_part(None, PlaneLoader.cuts(one.store._loader, 0, 1)).byte_count
 
 
-@pytest.mark.parametrize("shares", [None, (2.0, 1.0)])
+@pytest.mark.parametrize(("name", "shares"), [("mixed", None), ("mixed", (2.0, 1.0)), ("blocks", None)])
 def test_places_take_what_one_layout_needs_and_the_staging_is_what_is_sent(
-    tmp_path: Path, shares: tuple[float, ...] | None
+    tmp_path: Path, name: str, shares: tuple[float, ...] | None
 ) -> None:
-    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS["mixed"]))))  # type: ignore[arg-type]
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS[name]))))  # type: ignore[arg-type]
     placement = place(spec, 2, layer_shares=shares, migrating_layers=frozenset(range(4)))
     group = [OneRank(spec, placement, rank) for rank in range(2)]
     padding = ALIGNMENT_BYTES * 6 * 2 * 24
@@ -209,6 +218,22 @@ def test_places_take_what_one_layout_needs_and_the_staging_is_what_is_sent(
     exchange(spec, placement, group, Layout.TENSOR)
     assert [one.ledger.held_bytes["weights"] for one in group] == held
     assert all(one.ledger.held_bytes["migration"] == 0 for one in group)
+
+
+@pytest.mark.parametrize("name", ["blocks", "mixed"])
+def test_a_rank_holds_the_bytes_that_its_plan_counts_and_little_more_than_they_take_in_the_file(
+    tmp_path: Path, name: str
+) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS[name]))))  # type: ignore[arg-type]
+    placement = place(spec, 2)
+    for rank in range(2):
+        loader = PlaneLoader(
+            spec, placement, rank, MappedModel(spec), torch.float32, CPU, MemoryLedger(), lambda read: None
+        )
+        loader.load()
+        held = held_bytes(spec, placement, rank, Holding.PLANES)
+        assert loader._ledger.held_bytes["weights"] == held
+        assert held <= 1.03 * held_bytes(spec, placement, rank, Holding.FILE)
 
 
 ROOM = 1 << 30

@@ -123,9 +123,11 @@ def images_for(capability: tuple[int, int]) -> Images:
     return Images(Compiler(f"sm_{capability[0]}{capability[1]}"), KeptImages(folder))
 
 
-def compile_ahead(launches: Iterable[Launch], rank: int, ranks: int, device: torch.device) -> None:
-    """Begin to compile all that these will take, while their matrices are being loaded."""
-    sources = [variant.source for variant in variants_of(launches)]
+def compile_ahead(
+    launches: Iterable[Launch], rank: int, ranks: int, device: torch.device, more: Sequence[str] = ()
+) -> None:
+    """Begin to compile all that these will take, and `more`, while their matrices are being loaded."""
+    sources = [*(variant.source for variant in variants_of(launches)), *more]
     threads = min(MOST_THREADS, torch.get_num_threads())
     images_for(torch.cuda.get_device_capability(device)).make_ahead(sources, len(sources) * rank // ranks, threads)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..cuda_driver import cuda_driver
 
-Argument = Tensor | int
+Argument = Tensor | int | float
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
 class CompileError(RuntimeError):
@@ -26,7 +26,7 @@ class CompileError(RuntimeError):
 
 
 class CudaKernel:
-    """A kernel of a loaded image, for one device. Arguments are tensors, by their address, and 32-bit integers."""
+    """A kernel of a loaded image, for one device. Arguments are tensors, by their address, and numbers of 32 bits."""
 
     def __init__(self, image: bytes, name: str) -> None:
         """For the current device, which this thread has used. RuntimeError where the driver does not take the image."""
@@ -39,11 +39,17 @@ class CudaKernel:
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
         """On the current stream; so many blocks of so many threads."""
-        values = [_POINTER(one.data_ptr()) if isinstance(one, Tensor) else _INT(one) for one in arguments]
+        values = [_value(one) for one in arguments]
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if code := self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None):
             self._check("cuLaunchKernel", code)
+
+
+def _value(argument: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    if isinstance(argument, Tensor):
+        return _POINTER(argument.data_ptr())
+    return _FLOAT(argument) if isinstance(argument, float) else _INT(argument)
 
 
 class Compiler:

@@ -1,7 +1,7 @@
 """Matrices on a GPU in the file's quantisation: fused products for few rows, a reused workspace for many.
 
 A chunk of a prompt expands matrices into one workspace of 16-bit floats, some rows at a time where they are large, and
-multiplies there by the library. Types without planes are held in such floats from load on.
+multiplies there by the library. Float types are held in such floats from load on.
 
 The floats are bf16 or f16; for the latter's gain see `half`.
 """
@@ -18,7 +18,7 @@ from .exchange import Exchange
 from .grouping import launches
 from .half import gain_of, result_type
 from .quant_ops import QuantizedRows, Sent
-from .quant_planes import Piece, Planes
+from .quant_planes import QUANTISED, Piece, Planes
 
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
@@ -73,7 +73,7 @@ class QuantMatrix:
 
     @property
     def byte_count(self) -> int:
-        return sum(p.byte_count if isinstance(p, Planes) else p.nbytes for p in self.pieces)
+        return sum(p.byte_count if isinstance(p, QUANTISED) else p.nbytes for p in self.pieces)
 
     @property
     def held_columns(self) -> int:
@@ -93,14 +93,14 @@ class QuantMatrix:
             gain = 1.0 if x_TC.dtype is self.dtype else gain_of(self.dtype)
             return multiply_stacked(x_TC if gain == 1.0 else x_TC / gain, [self], gain=gain)
         out = torch.empty((x_TC.shape[0], self.rows), dtype=torch.float32, device=x_TC.device)
-        quantised = quant_ops.quantize(x_TC) if any(isinstance(p, Planes) for p in self.pieces) else None
+        quantised = quant_ops.quantize(x_TC) if any(isinstance(p, QUANTISED) for p in self.pieces) else None
         self._multiply_few(out, quantised, lambda piece: _dense_product(x_TC, piece))
         return out
 
     @property
     def tells_ranks(self) -> bool:
         """Whether `multiply_quantized` can send its sums."""
-        return all(isinstance(piece, Planes) for piece in self.pieces)
+        return all(isinstance(piece, QUANTISED) for piece in self.pieces)
 
     def multiply_quantized(self, x: QuantizedRows, out: Tensor, to: Exchange | None = None) -> None:
         """out [B, rows] f32 of rows of all `held_columns`. Dense pieces multiply the activations as their codes say.
@@ -219,7 +219,7 @@ def _expand_rows(pieces: list[Piece], first: int, end: int, out: Tensor, gain: f
         begin, stop = max(first, top), min(end, top + _rows(piece))
         if begin < stop:
             to = out[begin - first : stop - first]
-            if isinstance(piece, Planes):
+            if isinstance(piece, QUANTISED):
                 quant_ops.expand(piece.slice_rows(begin - top, stop - top), to, gain)
             elif gain == 1.0:
                 to.copy_(piece[begin - top : stop - top])
@@ -233,20 +233,20 @@ def _in_planes(piece: Piece) -> bool:
 
 
 def _rows(piece: Piece) -> int:
-    return piece.rows if isinstance(piece, Planes) else piece.shape[0]
+    return piece.rows if isinstance(piece, QUANTISED) else piece.shape[0]
 
 
 class EmbeddingTable:
-    """token_embd in pinned host memory, in the file's quantisation where it has planes; a kernel reads rows there."""
+    """token_embd in pinned host memory, in the file's quantisation; a kernel reads rows there."""
 
-    def __init__(self, table: Planes | Tensor, factor: float, device: torch.device) -> None:
+    def __init__(self, table: Piece, factor: float, device: torch.device) -> None:
         """`table` on the CPU, pinned; a dense one in the file's float type, or f32."""
         self._table, self._factor, self._device = table, factor, device
-        self.width = table.columns if isinstance(table, Planes) else table.shape[1]
+        self.width = table.columns if isinstance(table, QUANTISED) else table.shape[1]
 
     def rows(self, ids: Tensor, out: Tensor) -> None:
         """out [T, D] f32 = rows of `ids` (int32 or int64 [T], on the device), times the embedding's scale."""
-        if isinstance(self._table, Planes):
+        if isinstance(self._table, QUANTISED):
             quant_ops.gather(self._table, ids, out, self._factor)
         else:
             quant_ops.gather_dense(self._table, ids, out, self._factor)

@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from ...proto.device_sizes import MOST_ROWS, SPAN
-from . import batch_source
+from . import batch_source, block_ops
 from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
+from .block_types import Blocks
 from .exchange import Exchange
 from .grouped_triton import multiply_pieces
 from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
@@ -105,13 +106,16 @@ class Sent:
 
 
 def multiply(
-    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...] | None = None, sent: Sent | None = None
-) -> None:
+    planes: Planes | Blocks, x: QuantizedRows, out: Tensor, tile: tuple[int, ...] | None = None,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
     """out [B, N] f32 = x @ matrix^T, B up to LARGEST_BATCH; out may be some columns of a wider tensor.
 
-    `tile`: as `usual_tile` or `usual_batch_tile` would give it.
+    `tile`: as `usual_tile` or `usual_batch_tile` would give it; blocks have none.
     """
-    if x.rows <= MOST_SINGLE:
+    if isinstance(planes, Blocks):
+        block_ops.multiply_blocks(planes, x, out, sent)
+    elif x.rows <= MOST_SINGLE:
         _multiply_row(planes, x, out, tile or usual_tile(planes.rows, planes.columns // 64), sent)
     elif EMULATED:  # NVRTC has no interpreter: the plain twin
         assert sent is None, "only devices send"
@@ -243,13 +247,19 @@ def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:
     return max(1, 128 // together), 4, together
 
 
-def expand(planes: Planes, out: Tensor, factor: float = 1.0) -> None:
+def expand(planes: Planes | Blocks, out: Tensor, factor: float = 1.0) -> None:
     """The matrix, dequantised and times `factor`: out [N, K] in any float type."""
+    if isinstance(planes, Blocks):
+        block_ops.expand_blocks(planes, out, factor)
+        return
     _expand(planes, out, planes.rows, None, factor)
 
 
-def gather(planes: Planes, ids: Tensor, out: Tensor, factor: float) -> None:
+def gather(planes: Planes | Blocks, ids: Tensor, out: Tensor, factor: float) -> None:
     """Rows `ids` of the matrix times `factor`; the planes may lie in pinned host memory."""
+    if isinstance(planes, Blocks):
+        block_ops.expand_blocks(planes, out, factor, ids)
+        return
     _expand(planes, out, ids.numel(), ids, factor)
 
 

@@ -20,6 +20,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from .block_types import Blocks
+
 GROUP = 64  # columns
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # new memory of this shape and type
@@ -94,8 +96,11 @@ class Planes:
         return Planes(self.format, end - first, self.columns, *parts)
 
 
-Piece = Planes | Tensor
-"""Rows of a matrix of one type; those without planes are [rows, columns] in the compute type."""
+Piece = Planes | Blocks | Tensor
+"""Rows of a matrix of one type; those kept neither as planes nor as blocks are [rows, columns] in the compute type."""
+
+QUANTISED = (Planes, Blocks)
+"""Pieces in the file's quantisation."""
 
 
 def has_planes(type_name: str, columns: int) -> bool:

@@ -20,7 +20,7 @@ from ...proto.placement.plan import Placement
 from ..kernels import step_ops
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
-from ..kernels.quant_planes import Planes
+from ..kernels.quant_planes import QUANTISED
 from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .captured import CapturePlace, Graphs, captured, place_on
@@ -57,7 +57,7 @@ def _told(piece: Piece) -> str:
 def _without_dense(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
     parts = [part for layer in layers for part in decoder.weights.layers[layer].parts]
     matrices = [as_quantised(matrix) for part in parts for matrix in matrices_of(part)]
-    return all(isinstance(piece, Planes) for matrix in matrices for piece in matrix.pieces)
+    return all(isinstance(piece, QUANTISED) for matrix in matrices for piece in matrix.pieces)
 
 
 class _Bucket(BatchBuffers):

@@ -1,4 +1,4 @@
-"""Matrices of a GPU worker: the file's bytes through a pinned buffer, sorted into planes on the device."""
+"""Matrices of a GPU worker: the file's bytes through a pinned buffer, sorted on the device where a type has planes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,13 +12,15 @@ from torch import Tensor
 from ...proto.model import TensorInfo
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
-from ..kernels import batch_kernels
+from ..kernels import batch_kernels, block_ops
+from ..kernels.block_source import Kernel
+from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf, has_blocks
 from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
-from ..kernels.quant_planes import FORMATS, Piece, Planes, has_planes, sort_by_rows, stack
+from ..kernels.quant_planes import FORMATS, Piece, has_planes, sort_by_rows
 from .load import Cut
 from .mapped_file import MappedModel
-from .plane_bytes import stacked_pieces
+from .plane_bytes import stacked, stacked_pieces
 from .readers import Readers, ReadRows
 
 STAGING_BYTES = 32 << 20
@@ -58,7 +60,7 @@ class DeviceLoader:
     """Builds `QuantMatrix`es that share one workspace."""
 
     def __init__(self, files: MappedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: bf16 or f16, of what is expanded and of types without planes."""
+        """`dtype`: bf16 or f16, of what is expanded and of float types."""
         self._files, self._device = files, device
         self._readers = Readers(min(MOST_READERS, torch.get_num_threads()))
         self._uploader = Uploader(device, self._readers)
@@ -67,14 +69,17 @@ class DeviceLoader:
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
         together: dict[batch_kernels.Launch, None] = {}
+        blocks: list[str] = []
         for cuts in matrices:
             for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] in FORMATS):
                 planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind in FORMATS)
                 together |= {planes: None} if planes else {}
-        batch_kernels.compile_ahead(together, rank, ranks, self._device)
+                blocks += [kind for kind, _, _ in pieces if kind in BLOCK_FORMATS]
+        more = block_ops.sources_of(blocks, self.workspace.dtype)
+        batch_kernels.compile_ahead(together, rank, ranks, self._device, more)
 
     def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
-        """The cuts below one another. Types without planes are held in the compute type."""
+        """The cuts below one another. Float types are held in the compute type."""
         first_cut = cuts[0][1]
         lead = first_cut.owned.first - first_cut.held.first
         tail = first_cut.held.end - first_cut.owned.end
@@ -83,9 +88,9 @@ class DeviceLoader:
             if not len(cut.rows) or not len(cut.held):
                 continue
             piece = self._piece(tensor, cut)
-            last = pieces[-1] if pieces else None
-            if isinstance(piece, Planes) and isinstance(last, Planes) and last.format == piece.format:
-                pieces[-1] = stack([last, piece])
+            together = stacked(pieces[-1], piece) if pieces else None
+            if together is not None:
+                pieces[-1] = together
             else:
                 pieces.append(piece)
             note(cut_bytes(tensor, cut))
@@ -102,11 +107,14 @@ class DeviceLoader:
             cut = tensor, ColumnRange(0, rows), ColumnRange(0, columns)
             planes = sort_by_rows(tensor.type_name, rows, EMBEDDING_ROWS, partial(self._upload_rows, *cut), _pinned)
             return EmbeddingTable(planes, factor, self._device)
-        if tensor.type_name in FLOAT_TYPES:
+        if tensor.type_name in FLOAT_TYPES or has_blocks(tensor.type_name, columns):
             whole = ColumnRange(0, rows), ColumnRange(0, columns)
             table = _pinned((rows, row_bytes(tensor, whole[1])), torch.uint8)
             self._readers.fill(0, table.numpy(), self._reader(tensor, *whole))
-            return EmbeddingTable(table.view(FLOAT_TYPES[tensor.type_name]), factor, self._device)
+            if tensor.type_name in FLOAT_TYPES:
+                return EmbeddingTable(table.view(FLOAT_TYPES[tensor.type_name]), factor, self._device)
+            block_ops.block_kernel(BLOCK_FORMATS[tensor.type_name], Kernel.EXPAND_F32, torch.cuda.current_device())
+            return EmbeddingTable(blocks_from_gguf(tensor.type_name, table), factor, self._device)
         table = torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
         for first, values in self._files.rows(tensor, ColumnRange(0, rows), ColumnRange(0, columns)):
             np.copyto(table[first : first + len(values)].numpy(), values)
@@ -117,6 +125,9 @@ class DeviceLoader:
             read = partial(self._upload_rows, tensor, cut.rows, cut.held)
             at_once = max(1, SORTED_BYTES * len(cut.rows) // max(1, cut_bytes(tensor, cut)))
             return sort_by_rows(tensor.type_name, len(cut.rows), at_once, read)
+        if has_blocks(tensor.type_name, len(cut.held)):
+            raw = self._upload_rows(tensor, cut.rows, cut.held, 0, len(cut.rows))
+            return blocks_from_gguf(tensor.type_name, raw)
         dense = torch.empty((len(cut.rows), len(cut.held)), dtype=self.workspace.dtype, device=self._device)
         for offset, values in self._files.rows(tensor, cut.rows, cut.held):
             dense[offset : offset + len(values)] = torch.from_numpy(values)

@@ -1,4 +1,4 @@
-"""A part as a GPU worker holds it, in one run of bytes: biases, then every matrix's planes, each at an even offset.
+"""A part as a GPU worker holds it, in one run of bytes: biases, then each matrix's planes or blocks, at even offsets.
 
 Every rank lays a part out alike, from the model's facts alone, so that its bytes can be sent as they lie and views
 into them are the part. Plain torch: runs on any device.
@@ -12,7 +12,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..kernels.quant_planes import FORMATS, Piece, Planes, from_gguf, has_planes
+from ..kernels.block_types import BLOCK_FORMATS, Blocks, has_blocks, stack_blocks
+from ..kernels.quant_planes import FORMATS, Piece, Planes, from_gguf, has_planes, stack
 from .load import Cut
 
 ALIGNMENT_BYTES = 256  # as the allocator has it: kernels read in long words
@@ -36,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """One piece of a matrix: planes of a type (four tensors, some empty), or dense where `type_name` is None."""
+    """One piece of a matrix: planes of a type (four tensors, some empty), its blocks, or dense: `type_name` is None."""
 
     type_name: str | None
     rows: int
@@ -48,6 +49,8 @@ class PiecePlan:
         tensors = [place.view(flat) for place in self.places]
         if self.type_name is None:
             return tensors[0]
+        if self.type_name in BLOCK_FORMATS:
+            return Blocks(BLOCK_FORMATS[self.type_name], self.rows, self.columns, tensors[0])
         return Planes(FORMATS[self.type_name], self.rows, self.columns, *tensors)
 
     def put(self, piece: Piece, flat: Tensor) -> None:
@@ -58,7 +61,13 @@ class PiecePlan:
 
 def tensors_of(piece: Piece) -> tuple[Tensor, ...]:
     """The tensors that a piece consists of, in the order of their bytes."""
-    return (piece.codes, piece.high, piece.scales, piece.supers) if isinstance(piece, Planes) else (piece,)
+    match piece:
+        case Planes():
+            return piece.codes, piece.high, piece.scales, piece.supers
+        case Blocks():
+            return (piece.data,)
+        case Tensor():
+            return (piece,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class PartPlan:
 def plan_part(
     bias_rows: int | None, cuts: dict[str, list[Cut]], dense_type: torch.dtype = torch.bfloat16
 ) -> PartPlan:
-    """`bias_rows` None: the part has no bias. `dense_type`: 16-bit floats, of types without planes."""
+    """`bias_rows` None: the part has no bias. `dense_type`: 16-bit floats, of float types."""
     end = 0
     bias = None
     if bias_rows is not None:
@@ -98,7 +107,7 @@ def stacked_pieces(cuts: Sequence[Cut]) -> Iterator[tuple[str | None, int, int]]
     for tensor, cut in cuts:
         if not len(cut.rows) or not len(cut.held):
             continue
-        type_name = tensor.type_name if has_planes(tensor.type_name, len(cut.held)) else None
+        type_name = tensor.type_name if stays_quantised(tensor.type_name, len(cut.held)) else None
         if last is not None and type_name is not None and last[0] == type_name:
             last = (type_name, last[1] + len(cut.rows), last[2])
             continue
@@ -109,11 +118,28 @@ def stacked_pieces(cuts: Sequence[Cut]) -> Iterator[tuple[str | None, int, int]]
         yield last
 
 
+def stays_quantised(type_name: str, columns: int) -> bool:
+    """Whether matrices of this type and width are kept as planes or blocks."""
+    return has_planes(type_name, columns) or has_blocks(type_name, columns)
+
+
+def stacked(above: Piece, below: Piece) -> Piece | None:
+    """Both as one piece, where they are quantised and of one type."""
+    match above, below:
+        case Planes(), Planes() if above.format == below.format:
+            return stack([above, below])
+        case Blocks(), Blocks() if above.format == below.format:
+            return stack_blocks([above, below])
+    return None
+
+
 def _tensor_shapes(
     type_name: str | None, rows: int, columns: int, dense_type: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if type_name is None:
         return [((rows, columns), dense_type)]
+    if type_name in BLOCK_FORMATS:
+        return [((rows, BLOCK_FORMATS[type_name].row_bytes(columns)), torch.uint8)]
     block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     one_row = from_gguf(type_name, torch.zeros((1, columns // block_values * block_bytes), dtype=torch.uint8))
     return [

@@ -183,3 +183,32 @@ def test_f27_our_plan_on_these_cards_keeps_to_the_layer_layout_where_the_tensor_
     assert fit.context_tokens == 28_672
     assert fit.case.journeys == ((Layout.LAYER, Layout.LAYER),)
     assert "only the layer layout" in fit.warnings[0]
+
+
+def iq2_m(layer: int, name: str) -> str:
+    """As the family's files are made: the weights that matter most in more bits."""
+    if name in ("attn_v.weight", "attn_output.weight", "token_embd.weight"):
+        return "IQ3_S"
+    return "Q5_K" if name == "output.weight" else "IQ3_S" if name == "ffn_down.weight" and layer < 8 else "IQ2_S"
+
+
+def test_a_27b_in_iq2_m_is_held_for_both_layouts_on_these_cards_with_32768_tokens_of_context() -> None:
+    """It stays in the file's blocks on a card; in bf16 it would take six times as much, and two cards hold 23 GB."""
+    model = model_spec(list(MODEL.layers), hidden=HIDDEN, vocab=VOCAB, types=iq2_m)
+
+    def cut(
+        *,
+        shares: tuple[float, ...] | None = None,
+        whole_layers: frozenset[int] = frozenset(),
+        migrating_layers: frozenset[int] = frozenset(),
+    ) -> Placement:
+        return place(model, 2, layer_shares=shares, whole_layers=whole_layers, migrating_layers=migrating_layers)
+
+    cards = [DeviceMemory(f"card {card}", "card", card * MEBIBYTE, 0, coming_bytes=300 * MEBIBYTE) for card in CARDS]
+    found, wish = pools(cards, MemoryWish()), ContextWish(32_768, asked=True)
+    case = FitCase(model, cut(), Holding.PLANES, Q8_0, journeys(2, None, None), max_chunk_tokens=512)
+    fit = choose_fit(candidates(case, found, wish, cut), found, wish, cut)
+    assert (fit.context_tokens, fit.warnings) == (32_768, ())
+    assert (Layout.LAYER, Layout.TENSOR) in fit.case.journeys
+    assert not fit.case.placement.migrating
+    assert 9.3e9 < sum(tensor.byte_count for tensor in model.tensors.values()) < 9.4e9

@@ -1,0 +1,87 @@
+"""Matrices kept as GGUF's own blocks: what the kernels know of the types, and how work is shared."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from gearshift.tests.helpers.block_rows import random_block_rows
+from gearshift.worker.kernels.block_ops import sharing_warps
+from gearshift.worker.kernels.block_source import ROW_WARPS, Kernel, batch_warps, shared_bytes, source
+from gearshift.worker.kernels.block_types import (
+    BLOCK_FORMATS,
+    blocks_from_gguf,
+    expanded_blocks,
+    has_blocks,
+    stack_blocks,
+)
+from gearshift.worker.kernels.codebooks import grid_words, table_words
+from gearshift.worker.kernels.quant_planes import FORMATS
+
+
+@pytest.mark.parametrize("type_name", sorted(BLOCK_FORMATS))
+def test_blocks_are_of_the_files_sizes_and_no_type_has_planes_too(type_name: str) -> None:
+    form = BLOCK_FORMATS[type_name]
+    assert (form.block_columns, form.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    assert type_name not in FORMATS
+
+
+def test_widths_that_are_no_whole_blocks_have_none() -> None:
+    assert has_blocks("IQ4_NL", 96)
+    assert not has_blocks("IQ4_XS", 96)
+    assert not has_blocks("IQ4_XS", 0)
+    assert not has_blocks("Q4_K", 256)
+
+
+def test_rows_of_blocks_can_be_cut_and_stacked() -> None:
+    raw = torch.from_numpy(random_block_rows("IQ3_XXS", 5, 512))
+    whole = blocks_from_gguf("IQ3_XXS", raw)
+    again = stack_blocks([whole.slice_rows(0, 2), whole.slice_rows(2, 5)])
+    assert (again.rows, again.columns, again.byte_count) == (5, 512, raw.numel())
+    assert torch.equal(again.data, raw)
+    assert torch.equal(expanded_blocks(whole.slice_rows(3, 4)), expanded_blocks(whole)[3:4])
+
+
+@pytest.mark.parametrize("type_name", ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"])
+def test_entries_of_eight_number_the_values_of_the_codebook(type_name: str) -> None:
+    form = getattr(quants, type_name)
+    numbers = np.array(grid_words(type_name), dtype=np.uint32)[:, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
+    assert np.array_equal(np.array(form.grid_map)[numbers], form.grid.reshape(form.grid_shape))
+
+
+@pytest.mark.parametrize("type_name", ["IQ3_XXS", "IQ3_S"])
+def test_entries_of_four_are_the_values_of_the_codebook(type_name: str) -> None:
+    form = getattr(quants, type_name)
+    values = np.array(grid_words(type_name), dtype="<u4").view(np.uint8).reshape(-1, 4)
+    assert np.array_equal(values, form.grid.reshape(form.grid_shape))
+
+
+def test_tables_of_four_bits_are_those_of_the_gguf_package() -> None:
+    for type_name in ("IQ4_NL", "MXFP4"):
+        assert BLOCK_FORMATS[type_name].table == getattr(quants, type_name).kvalues
+    assert BLOCK_FORMATS["IQ4_XS"].table == quants.IQ4_NL.kvalues
+    assert table_words((1, -1, 0, 127)) == [0x7F00FF01]
+
+
+@pytest.mark.parametrize("kernel", list(Kernel))
+def test_tables_and_tiles_fit_what_a_kernel_may_have_without_asking(kernel: Kernel) -> None:
+    assert max(shared_bytes(form, kernel) for form in BLOCK_FORMATS.values()) <= 48 << 10
+
+
+def test_sources_of_two_types_or_kernels_are_never_the_same() -> None:
+    sources = [source(form, kernel) for form in BLOCK_FORMATS.values() for kernel in Kernel]
+    assert len(set(sources)) == len(sources)
+
+
+@pytest.mark.parametrize(("rows", "units"), [(14336, 128), (4096, 448), (512, 128), (64, 8), (1, 1), (151936, 160)])
+def test_few_rows_are_shared_by_warps_that_all_have_columns(rows: int, units: int) -> None:
+    sharing = sharing_warps(rows, units)
+    assert sharing in (1, 2, 4, 8)
+    assert ROW_WARPS % sharing == 0
+    assert sharing == 1 or 32 * (sharing - 1) < units
+    assert sharing > 1 or rows >= 8192 or units < 64
+
+
+@pytest.mark.parametrize("columns", [32, 256, 416, 4096, 27648])
+def test_every_warp_of_a_batch_has_columns(columns: int) -> None:
+    assert 1 <= batch_warps(columns) <= -(-columns // 256)

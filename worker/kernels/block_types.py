@@ -1,0 +1,100 @@
+"""Matrices that a device keeps as GGUF's own blocks, bit for bit: the types without planes.
+
+Their kernels (`block_source`) take blocks apart in registers. The plain twin is the file's own decoder.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize as dequantize_blocks
+from torch import Tensor
+
+FOUR_BITS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """What the kernels have to know of a GGUF type. The last seven: see `block_decoders`."""
+
+    name: str
+    block_columns: int
+    block_bytes: int
+    scales: int = 1  # of a unit of 32 columns
+    strided: bool = False
+    has_mins: bool = False
+    zero: int = 0  # taken from every code
+    table: tuple[int, ...] = ()  # values of a code of four bits
+    sign_bits: int = 0  # that the file keeps of eight signs beside an entry of a codebook
+
+    @property
+    def aligned(self) -> int:
+        """Every block begins at a multiple of so many bytes, as far as that helps."""
+        return 4 if self.block_bytes % 4 == 0 else 2 if self.block_bytes % 2 == 0 else 1
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.block_columns * self.block_bytes
+
+
+BLOCK_FORMATS = {
+    form.name: form
+    for form in (
+        BlockFormat("Q2_K", 256, 84, scales=4, strided=True, has_mins=True),
+        BlockFormat("Q3_K", 256, 110, scales=4, strided=True, zero=4),
+        BlockFormat("IQ4_NL", 32, 18, table=FOUR_BITS),
+        BlockFormat("IQ4_XS", 256, 136, table=FOUR_BITS),
+        BlockFormat("MXFP4", 32, 17, table=FLOATS),
+        BlockFormat("IQ2_XXS", 256, 66, sign_bits=7),
+        BlockFormat("IQ2_XS", 256, 74, scales=2, sign_bits=7),
+        BlockFormat("IQ2_S", 256, 82, scales=2, sign_bits=8),
+        BlockFormat("IQ3_XXS", 256, 98, sign_bits=7),
+        BlockFormat("IQ3_S", 256, 110, sign_bits=8),
+        BlockFormat("IQ1_S", 256, 50),
+        BlockFormat("IQ1_M", 256, 56, scales=2),
+        BlockFormat("TQ1_0", 256, 54, zero=1),
+        BlockFormat("TQ2_0", 256, 66, strided=True, zero=1),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One matrix [rows, columns] of one type."""
+
+    format: BlockFormat
+    rows: int
+    columns: int
+    data: Tensor  # uint8 [rows, bytes a row], the file's; contiguous
+
+    @property
+    def byte_count(self) -> int:
+        return self.data.numel()
+
+    def slice_rows(self, first: int, end: int) -> "Blocks":
+        """Some rows; a view."""
+        return Blocks(self.format, end - first, self.columns, self.data[first:end])
+
+
+def has_blocks(type_name: str, columns: int) -> bool:
+    """Whether matrices of this type and width can be kept as blocks."""
+    return type_name in BLOCK_FORMATS and columns > 0 and columns % BLOCK_FORMATS[type_name].block_columns == 0
+
+
+def blocks_from_gguf(type_name: str, raw: Tensor) -> Blocks:
+    """`raw`: the file's bytes, uint8 [N, bytes a row], kept as they are."""
+    form = BLOCK_FORMATS[type_name]
+    rows, row_bytes = raw.shape
+    return Blocks(form, rows, row_bytes // form.block_bytes * form.block_columns, raw)
+
+
+def stack_blocks(blocks: list[Blocks]) -> Blocks:
+    """Matrices of one type and width below one another."""
+    data = torch.cat([each.data for each in blocks])
+    return Blocks(blocks[0].format, len(data), blocks[0].columns, data)
+
+
+def expanded_blocks(blocks: Blocks) -> Tensor:
+    """f32 [N, K], on the host: the plain twin of every kernel that reads blocks."""
+    values = dequantize_blocks(blocks.data.cpu().numpy(), GGMLQuantizationType[blocks.format.name])
+    return torch.from_numpy(values)
