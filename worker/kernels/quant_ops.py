@@ -20,7 +20,7 @@ from .exchange import Exchange
 from .grouped_triton import multiply_pieces
 from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
 from .quant_planes import Piece, Planes, ScaleKind, dequantize
-from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
+from .quant_triton import expand_rows, gather_dense_rows, multiply_floats, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_BATCH = MOST_ROWS  # of activations, that `multiply` takes
@@ -223,6 +223,21 @@ def _multiply_batch_together(
     kernel(
         sum(shares), 32 * warps,
         (x.codes, x.spans, x.halves, out, out.stride(0), x.rows, columns // 64, *arguments),
+    )  # fmt: skip
+
+
+def multiply_exactly(planes: Planes, x: Tensor, out: Tensor) -> None:
+    """out [B, N] f32 = x @ matrix^T with x [B, K] as it is, of any float type, and sums in f32.
+
+    Rows of either may be strided. A row's result does not depend on the others.
+    """
+    form = planes.format
+    rows_a_program, groups = 4, 16
+    codes, scales = _bytes(planes)
+    multiply_floats[x.shape[0], triton.cdiv(planes.rows, rows_a_program)](
+        codes, planes.high, scales, planes.supers, x, x.stride(0), out, out.stride(0), planes.rows, K=planes.columns,
+        BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero, BN=rows_a_program,
+        G=groups,
     )  # fmt: skip
 
 
