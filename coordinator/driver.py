@@ -128,6 +128,7 @@ class Driver:
             context_tokens=settings.context_tokens,
             kv_slots=self._slots_of_rank,
             max_chunk_tokens=settings.max_chunk_tokens,
+            exact_activations=settings.exact_activations,
         )
         loaded = self._talk.ask(question, ModelLoaded, "load the model", on_progress)
         found = LoadResult.of(loaded, self._clock() - started)

@@ -23,6 +23,7 @@ class DriverSettings:
     device: str = "cpu"
     compute_type: ComputeType | None = None
     kv_format: KvFormat | None = None
+    exact_activations: bool = False
     prefill: Layout | None = None
     decode: Layout | None = None
     journeys: tuple[Journey, ...] | None = None  # (prefill, decode) pairs there is room for; None: all of these layouts

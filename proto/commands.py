@@ -68,6 +68,7 @@ class LoadModel(Command, frozen=True):
     context_tokens: int
     kv_slots: tuple[int, ...]  # slots of each rank's arena
     max_chunk_tokens: int
+    exact_activations: bool = False  # on GPUs: products of few rows take them as floats, not in int8
 
 
 class UnloadModel(Command, frozen=True):

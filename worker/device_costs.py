@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .kernels.activations import room_for
 from .kernels.quant_matrix import QuantMatrix
-from .kernels.quant_ops import QuantizedRows
 from .model.captured import captured, place_on
 from .timing import Stopwatch
 from .weights.layer import LayerWeights
@@ -32,6 +32,6 @@ def _matrices(layer: LayerWeights) -> list[QuantMatrix]:
 
 
 def _product(matrix: QuantMatrix, batch: int, device: torch.device) -> Callable[[], None]:
-    rows = QuantizedRows.empty(batch, matrix.held_columns, device)
+    rows = room_for(batch, matrix.held_columns, device, matrix.exact)
     out = torch.empty((batch, matrix.rows), dtype=torch.float32, device=device)
     return lambda: matrix.multiply_quantized(rows, out)

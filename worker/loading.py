@@ -62,7 +62,9 @@ def load_model(
     kv_bytes = command.kv_slots[rank] * bundles.slot_bytes(spec, placement, rank, kv_format)
     files = MappedModel(spec)
     note = _LoadNotes(channel, rank, memory.file_bytes(spec, placement, rank))
-    loader = WeightLoader(spec, placement, rank, files, dtype, device, ledger, note.add)
+    loader = WeightLoader(
+        spec, placement, rank, files, dtype, device, ledger, note.add, command.exact_activations
+    )
     if loader.quantised is not None:
         loader.quantised.compile_ahead(loader.matrix_cuts(), rank, placement.ranks)
     weights = loader.load()

@@ -1,6 +1,5 @@
 """The worker's loop: commands in log order, reports back. It decides nothing about requests."""
 
-import gc
 import importlib
 import threading
 import time
@@ -31,7 +30,7 @@ from .heartbeat import Progress
 from .links.open import open_links
 from .loaded_model import LoadedModel, TickUnderWay
 from .loading import load_model
-from .memory import probe, return_freed_memory, return_unused
+from .memory import probe, return_unloaded
 from .weights.files_here import files_here
 
 LOOK_SECONDS = 0.001  # between two looks at a device that is at its steps
@@ -77,7 +76,9 @@ def run(
                 case LoadModel():
                     if model is not None:
                         model.close()
-                    computing.close()
+                        computing.close()
+                        model = None  # never two at a time
+                        return_unloaded(device)
                     here = replace(command, spec=files_here(command.spec, model_path))
                     model = load_model(here, Rank(rank), links, device, channel, hooks)
                     computing.callback(model.engine.close)  # before the links, however this ends
@@ -86,9 +87,7 @@ def run(
                         model.close()
                     computing.close()
                     model = None
-                    gc.collect()  # its pieces know each other: a card's memory would stay taken until Python looks
-                    return_freed_memory()
-                    return_unused(device)
+                    return_unloaded(device)
                 case Refuse() | Redirect() | OpenLinks():
                     raise ProtocolError(f"the coordinator sent {type(command).__name__} to a rank that has joined")
                 case ReadClock():

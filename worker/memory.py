@@ -1,6 +1,7 @@
 """Tracked allocations: what this rank was planned to hold, and what it holds at its peak."""
 
 import ctypes
+import gc
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +95,23 @@ def keep_freed_memory() -> None:
     if set_option is not None:
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
         set_option(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def return_unloaded(device: torch.device) -> None:
+    """Give back all that a model took which nobody holds any more: host memory, pinned or not, and a card's."""
+    gc.collect()  # its pieces know each other: a card's memory would stay taken until Python looks
+    return_freed_memory()
+    return_unused(device)
+    _return_unused_pinned(device)
+
+
+def _return_unused_pinned(device: torch.device) -> None:
+    """Torch keeps pinned host memory that was freed for whoever asks next, in powers of two, and counts it nowhere."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # from torch 2.12 on
+    empty = empty or getattr(torch._C, "_host_emptyCache", None)
+    if device.type == "cuda" and empty is not None:
+        torch.cuda.synchronize(device)  # kernels read a model's token table there, which torch does not know
+        empty()
 
 
 def return_freed_memory() -> None:

@@ -74,6 +74,7 @@ class FitCase:
     batch: int = USUAL_BATCH
     in_place: bool = False  # keys and values are held for one layout: at a shift they change places
     wide_sums: bool = False  # as `WorkingCase` has it
+    exact_activations: bool = False  # likewise
 
     def memory(self, context_tokens: int) -> tuple[RankMemory, ...]:
         """Every rank's bytes with room for `parallel_requests` requests of this context."""
@@ -92,7 +93,7 @@ class FitCase:
         weights = self._weights[rank]
         shape = WorkingCase(
             self.holding, self.kv_format, self.journeys, context_tokens, self.max_chunk_tokens, self.batch,
-            self.wide_sums,
+            self.wide_sums, self.exact_activations,
         )  # fmt: skip
         return RankMemory(
             weight_bytes=weights.held_bytes,

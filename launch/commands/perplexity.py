@@ -44,6 +44,7 @@ def perplexity(
     tensor_share: flags.TensorShare = None,
     compute_type: flags.ComputeTypeFlag = None,
     kv_type: flags.KvTypeFlag = None,
+    exact_activations: flags.ExactActivations = None,
     reserve: flags.Reserve = None,
     memory_limit: flags.MemoryLimit = None,
     residency: flags.ResidencyFlag = None,

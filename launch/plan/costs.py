@@ -198,9 +198,11 @@ def _suits(facts: Mapping[str, object], wanted: Mapping[str, object], device: De
 
 
 def _types_could_be_chosen(facts: Mapping[str, object], settings: GroupSettings) -> bool:
-    """Whether a group whose types are left open might compute so: no CPU in f16, keys and values as all else is."""
+    """Whether a group might compute so where types are left open: no CPU in f16, keys and values as all else is."""
     computed = facts.get("compute_type")
     if settings.compute_type is None and computed == str(ComputeType.F16) and device_kind(facts) == CPU:
+        return False
+    if device_kind(facts) != CPU and bool(facts.get("exact_activations")) != settings.exact_activations:
         return False
     return settings.kv_format is not None or facts.get("kv_type") == [computed, computed]
 

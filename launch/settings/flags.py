@@ -151,6 +151,14 @@ KvTypeFlag = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+ExactActivations = Annotated[
+    bool | None,
+    typer.Option(
+        "--exact-activations",
+        help="On GPUs answers are written without activations in int8: slower. On CPU they never are.",
+        rich_help_panel=GROUP,
+    ),
+]
 NoPeer = Annotated[
     bool | None,
     typer.Option(

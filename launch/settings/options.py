@@ -51,6 +51,7 @@ class GroupSettings:
     tensor_shares: tuple[float, ...] | None
     compute_type: ComputeType | None
     kv_format: KvFormat | None
+    exact_activations: bool = False  # on GPUs no activations in int8
     reserve_bytes: int | None = None  # of each device's memory
     memory_limits: tuple[int, ...] | None = None  # bytes; one for all workers, or one for each
     residency: ResidencyWish | None = None  # of each layer; None: by what fits
@@ -70,7 +71,7 @@ class LayoutSettings:
 
 GROUP_FLAGS = (
     "workers", "device", "threads", "max_chunk", "layer_split", "layer_share", "tensor_share", "compute_type",
-    "kv_type", "reserve", "memory_limit", "residency", "no_peer", "throttle_link",
+    "kv_type", "exact_activations", "reserve", "memory_limit", "residency", "no_peer", "throttle_link",
 )  # fmt: skip
 SAMPLING_FLAGS = tuple(setting.name for setting in SAMPLING_SETTINGS)
 
@@ -91,6 +92,7 @@ def group_settings(
     tensor_share: str | None = None,
     compute_type: str | None = None,
     kv_type: str | None = None,
+    exact_activations: bool | None = None,
     reserve: str | None = None,
     memory_limit: str | None = None,
     residency: str | None = None,
@@ -111,6 +113,7 @@ def group_settings(
             "tensor_share": tensor_share,
             "compute_type": compute_type,
             "kv_type": kv_type,
+            "exact_activations": exact_activations,
             "reserve": reserve,
             "memory_limit": memory_limit,
             "residency": residency,
@@ -135,6 +138,7 @@ def group_settings(
         tensor_shares=parse_shares(chosen.place("tensor_share"), chosen.text_or_none("tensor_share")),
         compute_type=parse_compute_type(chosen.place("compute_type"), chosen.text("compute_type")),
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
+        exact_activations=chosen.switch("exact_activations"),
         reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
         memory_limits=memory_limits,
         residency=parse_residency(chosen.place("residency"), chosen.text("residency")),

@@ -68,6 +68,7 @@ GROUP_SETTINGS = (
     Setting("tensor_share", Text(), "auto"),
     Setting("compute_type", Text(), "auto"),
     Setting("kv_type", Text(), "auto"),
+    Setting("exact_activations", Switch(), False),
     Setting("reserve", Text("a size with a unit, as in 256M")),
     Setting("memory_limit", Text("sizes with units, as in 8G,6G")),
     Setting("residency", Text(), "auto"),

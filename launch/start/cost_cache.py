@@ -145,6 +145,8 @@ def cost_facts(
         "environment": speed_variables(environment),
         "points": msgspec.to_builtins(points),
     }
+    if settings.exact_activations:
+        facts["exact_activations"] = True
     plain: Facts = json.loads(json.dumps(facts))  # as they come back from a file
     return plain
 

@@ -75,6 +75,7 @@ class GroupPlan:
             max_chunk_tokens=settings.max_chunk_tokens or 0,
             parallel_requests=self.parallel_requests,
             wide_sums=device_kind == "cuda" and compute_type is ComputeType.F16,
+            exact_activations=device_kind == "cuda" and settings.exact_activations,
         )
 
 
@@ -88,6 +89,11 @@ def settle_compute_type(settings: GroupSettings, hellos: Sequence[Hello]) -> Gro
     if settings.compute_type is None and any(hello.compute_type is ComputeType.F16 for hello in hellos):
         return replace(settings, compute_type=ComputeType.F16)
     return settings
+
+
+def settle_activations(settings: GroupSettings, device_kind: str) -> GroupSettings:
+    """On a CPU exact ones are nothing that could be asked for."""
+    return replace(settings, exact_activations=settings.exact_activations and device_kind != "cpu")
 
 
 def memory_wish(settings: GroupSettings) -> MemoryWish:

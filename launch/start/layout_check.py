@@ -28,6 +28,7 @@ COMPARED_ROWS = 16  # the prompt's last and the steps'
 MOST_DIVERGENCE = 0.01  # Kullback-Leibler, of the median row
 NEAR_TIE = 0.05  # of logits: here rounding may choose another token
 STEP_TIE = 0.5  # the same of steps on cards, whose activations are in int8
+EXACT_STEP_TIE = 0.2  # where they are f32: a prompt's, in bf16, move logits by some 0.1
 MOST_STEP_DIVERGENCE = 0.05  # and their divergence from what a prompt's products say
 MOST_PARTED = 0.25  # of the rows, that choose another one beyond a near-tie
 DAMAGED = 10  # times as much divergence, or three times as many rows: nothing that rounding does
@@ -108,12 +109,17 @@ def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
         room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
         raise RequestFailedError(f"the logits of layer->layer are not numbers{room}")
     read, _ = collect_logits(driver, ids, len(ids), Layout.LAYER, Layout.LAYER, Fixed((len(ids),)))
-    as_prompt = difference(AS_PROMPT, usual[-STEPS:], read[-STEPS:], tie=STEP_TIE)
-    as_prompt = replace(as_prompt, limit=MOST_STEP_DIVERGENCE)
+    tie, limit = step_limits(driver.settings.exact_activations)
+    as_prompt = replace(difference(AS_PROMPT, usual[-STEPS:], read[-STEPS:], tie=tie), limit=limit)
     as_layouts = (
         difference(_name(one), usual, _rows(driver, ids, one), written[USUAL], written[one]) for one in others
     )
     return (as_prompt, *as_layouts)
+
+
+def step_limits(exact_activations: bool) -> tuple[float, float]:
+    """Of steps against the same ids read as a prompt: what counts as a near-tie, and the divergence allowed."""
+    return (EXACT_STEP_TIE, MOST_DIVERGENCE) if exact_activations else (STEP_TIE, MOST_STEP_DIVERGENCE)
 
 
 def difference(

@@ -34,7 +34,7 @@ from ..processes.waiting_agent import AgentAhead
 from ..settings.options import GroupSettings, LayoutSettings
 from ..trace_file import trace_file
 from .cost_cache import settle_costs
-from .fitting import GroupPlan, fit_group, names_no_shares, settle_compute_type
+from .fitting import GroupPlan, fit_group, names_no_shares, settle_activations, settle_compute_type
 from .models import open_files
 from .peers import ProvenPeers
 from .sharing import settle_shares, told_differences
@@ -145,6 +145,9 @@ def open_session(
         if (settled := settle_compute_type(settings, cluster.hellos)) != settings:
             note("compute type: f16, as a card before compute capability 8.0 has no bf16")
             settings = settled
+        if (settled := settle_activations(settings, device_kind)) != settings:
+            note("activations are exact in any case: on CPU none are in int8")
+            settings = settled
         settings = settle_shares(cluster, cluster.hellos, spec, settings, _for_timing(settings, device_kind, wish))
         plan = replace(plan, settings=settings)
         placement = plan.placement()
@@ -164,6 +167,7 @@ def open_session(
                 device=device_kind,
                 compute_type=found.compute_type,
                 kv_format=settings.kv_format,
+                exact_activations=settings.exact_activations,
                 prefill=layouts.prefill,
                 decode=layouts.decode,
                 journeys=fit.case.journeys,
@@ -216,6 +220,7 @@ def _for_timing(settings: GroupSettings, device_kind: str, wish: ContextWish) ->
         device=device_kind,
         compute_type=settings.compute_type,
         kv_format=settings.kv_format,
+        exact_activations=settings.exact_activations,
     )
 
 

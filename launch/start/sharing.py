@@ -91,6 +91,7 @@ def _kept_at(hellos: Sequence[Hello], spec: ModelSpec, loading: DriverSettings) 
         [(hello.device, hello.pace, hello.torch_version) for hello in hellos],
         (loading.device, loading.compute_type, msgspec.to_builtins(loading.kv_format)),
         __version__,
+        *(["exact activations"] if loading.exact_activations else []),
     )
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return costs_folder() / f"shares-{digest}.json"

@@ -67,6 +67,7 @@ class WorkingCase(Struct, frozen=True):
     max_chunk_tokens: int
     batch: int = 1  # requests in one decode step
     wide_sums: bool = False  # on a GPU in f16: sums of products are f32 (worker/kernels/half.py)
+    exact_activations: bool = False  # on a GPU: those of decode steps are f32, not int8
 
     @property
     def sum_bytes(self) -> int:
@@ -330,7 +331,7 @@ def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingC
     row = 4 * floats + 2 * query + splits + table + 2 * MOST_STEPS * 4 + _draw_bytes(placement, rank)
     sizes = _captured_batches(case)
     held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
-    quantised = sum(_quantised_bytes(size, width) for size in sizes for width in (spec.hidden, held, forward))
+    quantised = sum(_activation_bytes(case, size, width) for size in sizes for width in (spec.hidden, held, forward))
     counts = case.batch * 4 * len(placement.vocab[rank])  # of ids that penalties are for
     return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES + counts
 
@@ -356,7 +357,7 @@ def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: Wo
         row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
         row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
         quantised += [max(_held_columns(spec, placement, layer, part) for layer in stage), forward]
-    activations = sum(_quantised_bytes(size, width) for size in sizes for width in quantised)
+    activations = sum(_activation_bytes(case, size, width) for size in sizes for width in quantised)
     return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
 
 
@@ -376,8 +377,10 @@ def _draw_bytes(placement: Placement, rank: int) -> int:
     return 8 * (keys + 4 + MOST_STEPS + 1) + 4 * (vocab + 3)
 
 
-def _quantised_bytes(rows: int, columns: int) -> int:
-    """Activations in int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
+def _activation_bytes(case: WorkingCase, rows: int, columns: int) -> int:
+    """In int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
+    if case.exact_activations:
+        return 4 * rows * columns
     if rows == 1:
         return columns * 3 // 2
     return -(-columns // SPAN) * (MOST_ROWS * (SPAN + 4 + 2 * SPAN // 16))

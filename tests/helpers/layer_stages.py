@@ -64,16 +64,16 @@ class Stage:
     @classmethod
     def of(
         cls, path: Path, placement: Placement, rank: int, device: torch.device, requests: int = 3,
-        side_by_side: bool = True, half: torch.dtype | None = None, kv_type: KvType | None = None,
+        side_by_side: bool = True, half: torch.dtype | None = None, kv_type: KvType | None = None, exact: bool = False,
     ) -> "Stage":  # fmt: skip
-        """`half`: what is computed in; left out it is bf16 on a card."""
+        """`half`: what is computed in; left out it is bf16 on a card. `exact`: no activations in int8."""
         spec, ledger, on_card = build_spec(resolve_model(str(path)), CONTEXT), MemoryLedger(), device.type == "cuda"
         half = half or (torch.bfloat16 if on_card else torch.float16)
         usual = KvType.F16 if half is torch.float16 else KvType.BF16
         kv_type = kv_type or usual
         files = MappedModel(spec)
         loader = WeightLoader(spec, placement, rank, files, half, device, ledger, lambda _: None)
-        loader._device_loader = device_load.DeviceLoader(files, device, half)
+        loader._device_loader = device_load.DeviceLoader(files, device, half, exact)
         weights = loader.load()
         blocks, bundles = CONTEXT // 64 + 1, list(held_bundles(placement, Rank(rank), Layout.LAYER))
         slots = requests * len(bundles) * blocks

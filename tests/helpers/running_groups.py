@@ -53,11 +53,12 @@ class RunningGroups:
         migrating_layers: frozenset[int] = frozenset(),
         parallel_requests: int = 1,
         shift_in_place: bool = False,
+        exact_activations: bool = False,
         fresh: bool = False,
     ) -> Driver:
         key = (
             path, compute_type, kv_type, context_tokens, max_chunk_tokens, layer_cuts, layer_shares, tensor_shares,
-            whole_layers, migrating_layers, parallel_requests, shift_in_place,
+            whole_layers, migrating_layers, parallel_requests, shift_in_place, exact_activations,
         )  # fmt: skip
         held = self.drivers.get(workers)
         if held is not None and held[0] == key and not fresh:
@@ -75,6 +76,7 @@ class RunningGroups:
             kv_format=None if kv_type is None else KvFormat(kv_type, kv_type),
             parallel_requests=parallel_requests,
             shift_in_place=shift_in_place,
+            exact_activations=exact_activations,
             swap_blocks=1,
             device=self.device,
             tick_timeout_seconds=60.0 if self.device == "cpu" else 240.0,  # kernels are compiled in the first steps

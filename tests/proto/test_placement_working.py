@@ -48,6 +48,14 @@ def test_in_f16_a_card_has_sums_twice_as_wide() -> None:
     assert wide_loose.prefill > loose.prefill  # heads for which there are no kernels: one by one
 
 
+def test_exact_activations_are_floats_of_the_steps_that_take_them() -> None:
+    alone = replace(CASE, journeys=((Layout.TENSOR, Layout.TENSOR),))
+    plain, exact = (of(replace(alone, exact_activations=exact)) for exact in (False, True))
+    columns = SPEC.hidden + 16 * 64 // 2 + 2048 // 2  # what goes into a layer's products, of half the heads and gates
+    assert exact.standing - plain.standing == columns * 4 - columns * 3 // 2
+    assert (exact.prefill, exact.decode) == (plain.prefill, plain.decode)
+
+
 def test_only_journeys_that_shift_stage_bundles() -> None:
     staying = replace(CASE, journeys=tuple((layout, layout) for layout in Layout))
     assert of(staying).shift <= of(staying).prefill

@@ -23,7 +23,7 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload
-from gearshift.tests.worker.layer_step_checks import plain_product
+from gearshift.tests.worker.layer_step_checks import plain_exact_product, plain_product
 from gearshift.worker.kernels import attention, quant_ops, step_ops
 from gearshift.worker.kernels.elementwise import gated
 from gearshift.worker.kv import KvStore, SlotRun
@@ -91,12 +91,27 @@ def check_model(folder: Path, arch: str, down: str, device: torch.device, *, wid
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     stage = Stage.of(path, place(spec, 1), 0, device, requests=1, half=torch.float16)
     rows = stage.decoder.embed(tokens)
+    yield from check_exact(path, name, tokens, wanted[1], device)
     for fused in (True, False):
         stage.decoder.fused = fused
         many, few = passes(stage.decoder, stage.states[0], rows)
         told = f"{name}{', kernel by kernel' * (not fused)}"
         yield f"{told}: many rows", relative_error(many, wanted[0]), 2e-3
         yield f"{told}: few rows", relative_error(few, wanted[1]), 4e-2  # activations in int8
+
+
+def check_exact(path: Path, name: str, tokens: list[int], wanted: torch.Tensor, device: torch.device) -> Found:
+    """Few rows behind many without activations in int8: as a chunk, and step by step."""
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    stage = Stage.of(path, place(spec, 1), 0, device, requests=1, half=torch.float16, exact=True)
+    _, few = passes(stage.decoder, stage.states[0], stage.decoder.embed(tokens))
+    yield f"{name}: few rows, exact", relative_error(few, wanted), 2e-3
+    steps = []
+    for position, token in enumerate(tokens[ROWS:], ROWS):
+        stage.steps.feed(stage.states, [token], [position])
+        stage.steps.run_stage(1)
+        steps.append(stage.steps.hidden(1).cpu().clone())
+    yield f"{name}: steps, exact", relative_error(torch.cat(steps), wanted), 2e-3
 
 
 def check_library_attention(device: torch.device) -> Found:
@@ -123,6 +138,7 @@ def main() -> int:
         mend_scalars()
         device_load.Uploader = Upload  # type: ignore[assignment,misc]
         quant_ops.multiply = plain_product  # type: ignore[assignment]
+        quant_ops.multiply_exactly = plain_exact_product
     bad = 0
     # What such a card has of the library's ways to attend.
     ways = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if on_card else nullcontext()

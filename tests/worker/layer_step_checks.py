@@ -100,16 +100,22 @@ def plain_product(planes: Planes | Blocks, x: QuantizedRows, out: torch.Tensor, 
     out.copy_(x.expanded(torch.float32) @ dense.T)
 
 
+def plain_exact_product(planes: Planes | Blocks, x: torch.Tensor, out: torch.Tensor) -> None:
+    """`quant_ops.multiply_exactly` likewise."""
+    out.copy_(x.float() @ (expanded_blocks(planes) if isinstance(planes, Blocks) else dequantize(planes)).T)
+
+
 def check_stages(
     folder: Path, arch: str, steps: int, whole: frozenset[int] = frozenset(), kv_type: KvType = KvType.F16,
     shares: tuple[float, float] = (1.0, 1.0), shape: dict[str, Any] = SHAPE, most: float = 1.5e-2,
+    exact: bool = False,
 ) -> Iterator[tuple[str, float, float]]:  # fmt: skip
     """Two stages of two parts: steps, each written where the next reads it; (what, found, most allowed)."""
-    name = f"{arch}, {len(whole)} whole, {kv_type}, {shares[0]:g} to {shares[1]:g}"
+    name = f"{arch}, {len(whole)} whole, {kv_type}, {shares[0]:g} to {shares[1]:g}{', exact' * exact}"
     path = build_model(folder / f"{name}.gguf", arch, quant="Q8_0", seed=3, **shape)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
     placement = place(spec, 2, whole_layers=whole, tensor_shares=shares)
-    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type) for rank in range(2)]
+    stages = [Stage.of(path, placement, rank, CPU, kv_type=kv_type, exact=exact) for rank in range(2)]
     before = [stage.kv.arena.clone() for stage in stages]
     tokens = [[5, 300, 77], [6, 8, 319]][:steps]
 
@@ -122,7 +128,8 @@ def check_stages(
     written, caches = [stage.kv.arena.clone() for stage in stages], [cached(stage) for stage in stages]
     wanted = both(passed)
     # There int8 is of attention's results in f16.
-    yield f"{name}: logits", relative_error(torch.stack(found), torch.stack(wanted)), most
+    limit = 1e-3 if exact else most  # f16 there, f32 in exact steps
+    yield f"{name}: logits", relative_error(torch.stack(found), torch.stack(wanted)), limit
     for stage, cache, arena, old in zip(stages, caches, written, before, strict=True):
         yield f"{name}: cache of {stage.rank}", relative_error(cache, cached(stage)), 5e-3
         changed = (arena != old).any(dim=1).sum()
@@ -133,8 +140,9 @@ def check_stages(
         return
     alone = stepped(stages, tokens[0][:1], POSITIONS[:1])
     # Another batch size: another product, whose int8 may have scales of other widths.
-    yield f"{name}: a request alone", relative_error(alone, found[0][:1]), 3e-2
+    yield f"{name}: a request alone", relative_error(alone, found[0][:1]), 1e-5 if exact else 3e-2
     case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
+    case = replace(case, exact_activations=exact)
     working.LAUNCH_BYTES = 0
     for stage in stages:
         planned = working._layer_step_bytes(spec, placement, stage.rank, case)
@@ -404,6 +412,7 @@ def main() -> int:
     torch.manual_seed(0)
     device_load.Uploader = Upload  # type: ignore[assignment, misc]
     quant_ops.multiply = plain_product  # type: ignore[assignment]
+    quant_ops.multiply_exactly = plain_exact_product
     device_sizes.SPLITS = 2
     draw_ops.MINE, draw_ops.CHUNK = 512, 2048  # the interpreter's time goes by programs
     bad = 0
@@ -412,6 +421,8 @@ def main() -> int:
         checks = [check_stages(folder, "llama", 2), check_stages(folder, "gemma3", 1, frozenset({0}))]
         checks += [check_stages(folder, "qwen3", 2, frozenset(), KvType.Q8_0, (9.0, 7.0), CUT)]
         checks += [check_stages(folder, "qwen3", 1, shape=BLOCKS, most=3e-2)]
+        checks += [check_stages(folder, "llama", 2, exact=True)]
+        checks += [check_stages(folder, "qwen3", 1, shape=BLOCKS, exact=True)]
         checks += [check_tensor_parts(folder, KvType.Q8_0), check_tensor_parts(folder, KvType.F16, frozenset({1}))]
         checks += [check_chunk_attention(folder, KvType.Q8_0, 0), check_chunk_attention(folder, KvType.F16, 30)]
         checks += [check_sums_by_backend(folder), check_sum_trials(folder)]

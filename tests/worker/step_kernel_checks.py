@@ -46,11 +46,13 @@ def check_halves(rows: int, width: int, post: bool) -> dict[str, float]:
     wanted = functional.rms_norm(hidden + total, (width,), weight, EPSILON)
     out = QuantizedRows.empty(rows, width, DEVICE)
     kept, dense = hidden.clone(), torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE)
+    exact = torch.full_like(hidden, float("nan"))
+    step_ops.finish_half(partial, hidden.clone(), weight, after if post else None, EPSILON, exact)
     step_ops.finish_half(partial, kept, weight, after if post else None, EPSILON, out)
     step_ops.finish_half(None, kept.clone(), weight, None, EPSILON, dense)
     return {
         "halves: hidden": relative_error(kept, hidden + total), "halves: int8": beyond_rounding(out, wanted),
-        "halves: bf16": relative_error(dense, wanted) / 100,
+        "halves: bf16": relative_error(dense, wanted) / 100, "halves: f32": relative_error(exact, wanted),
     }  # fmt: skip
 
 
@@ -230,6 +232,8 @@ def check_attention(
     for poisoned in of_splits:
         poisoned.fill_(float("nan"))
     step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, out, beside[0])
+    exact_out = torch.full((rows, out.columns), float("nan"), device=DEVICE)
+    step_ops.attend_cached(query, cache.place, tables, positions, 0.11, window, heads, buffers, exact_out, beside[0])
     kv_head = (torch.arange(heads.query, device=DEVICE) + heads.skipped) // heads.group
     wanted = torch.zeros(rows, heads.query, width, device=DEVICE)
     for row in there:
@@ -240,7 +244,9 @@ def check_attention(
     # Of splits without positions nothing is written.
     share = (buffers.greatest - buffers.greatest.nan_to_num(-1e30).amax(-1, keepdim=True)).exp()
     joined = (buffers.sums * share[..., None]).nansum(2) / (buffers.weights * share).nansum(2)[..., None]
-    result = functional.pad(wanted.flatten(1), [width * others for others in beside])
+    around = [width * others for others in beside]
+    result = functional.pad(wanted.flatten(1), around)
+    exactly = functional.pad(joined.nan_to_num(0.0).flatten(1), around)
     others = result == 0
     return {
         "attention: query": relative_error(query[there], rotated(head_kinds[0])[there]) / 100,
@@ -248,6 +254,7 @@ def check_attention(
         "attention: cache, bit by bit": float(not torch.equal(written, cache.arena)),
         "attention: splits": relative_error(joined[there], wanted[there]) / 30,
         "attention: result": relative_error(as_floats(out), result) / 100, "attention: sums": wrong_sums(out),
+        "attention: f32": relative_error(exact_out, exactly),
         "attention: as on older cards": relative_error(as_floats(older), result) / 100,
         "attention: nothing beside it": float(as_floats(out)[others].abs().sum()),
     }  # fmt: skip

@@ -53,6 +53,9 @@ def sources():
         raw |= dict(out_stride="i32", N="i32", factor="fp32")
         raw["codes"] = "*i8" if form.code_bits == 8 else "*u8"
         yield source(quant_triton.expand_rows, raw, facts | dict(GATHER=False, BN=2, G=16))
+        exact = dict(x_stride="i32", out="*fp32")
+        yield source(quant_triton.multiply_floats, raw | exact, facts | dict(BN=4, G=16))
+        yield source(quant_triton.multiply_floats, raw | exact | dict(x=half), facts | dict(BN=4, G=16))
     for together in (("Q6_K", "Q4_K"), ("Q8_0", "Q6_K", "Q5_K")):
         types, constants = {"xq": "*i32"}, dict(PIECES=len(together), K=4096, BN=2, G=64, EMULATED=False)
         for n, form in enumerate(map(FORMATS.get, (*together, together[0])[:3])):
@@ -61,10 +64,11 @@ def sources():
             types |= {f"supers_{n}": "*fp16"} if form.name == "Q6_K" else {}
             constants |= {f"{fact}_{n}": value for fact, value in type_facts(form).items()}
         yield source(grouped_triton.multiply_pieces, types, constants)
-    for ranks, parts in ((4, 1), (1, 2)):
-        yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32", normed=half,
+    for ranks, parts, quantised in ((4, 1, True), (1, 2, True), (4, 1, False)):
+        yield source(step_triton.finish_half_block, dict(partial_stride="i32", part_stride="i32",
+            normed=half if quantised else "*fp32",
             xq="*i8", halves="*fp16", inboxes="*i64", sequence="*i32", failed="*i32", epsilon="fp32"),
-            dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=True, RANKS=ranks, RANK=0, ROWS=16, MANY=True,
+            dict(D=5120, M=256, PARTS=parts, POST=True, QUANT=quantised, RANKS=ranks, RANK=0, ROWS=16, MANY=True,
                  SENT=False, COUNT=False))
     yield source(exchange_triton.sum_rows, dict(stride="i32", inboxes="*i64", sequence="*i32", failed="*i32"),
         dict(D=5120, M=16, SENT=True, RANKS=4, RANK=0, ROWS=16))
@@ -86,8 +90,9 @@ def sources():
             BIAS=True, NORM=True, R=16, KEY_BLOCKS=blocks[0], VALUE_BLOCKS=blocks[1]))
     yield source(attention_triton.gather_q8_0, dict(rows="*i16", slot_stride="i32", head_stride="i32", slots="*i64",
         out=half), dict(W=128))
-    yield source(attention_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
-        dict(Q=16, LEAD=1, HELD=18, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True))
+    for quantised in (True, False):
+        yield source(attention_triton.attend_merge, dict(positions="*i32", xq="*i8", halves="*fp16"),
+            dict(Q=16, LEAD=1, HELD=18, W=128, SPLITS=64, WINDOW=0, HEADS=2, TOGETHER=32, MANY=True, QUANT=quantised))
     yield source(step_triton.rope_angles, dict(positions="*i32", magnitude="fp32", rows="i32"), dict(PAIRS=64, P=64))
     yield source(attention_triton.merge_two, dict(past=half, new=half, out=half, past_stride="i32",
         new_stride="i32", out_stride="i32", T="i32", head_stride="i32"), dict(W=128, R=16))

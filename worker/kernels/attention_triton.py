@@ -180,11 +180,11 @@ def attend_split(
 
 @triton.jit
 def attend_merge(
-    sums, greatest, weights, positions, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr, LEAD: tl.constexpr,
-    HELD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
-    TOGETHER: tl.constexpr, MANY: tl.constexpr,
+    sums, greatest, weights, positions, out, xq, xs, xsum16, xsum32, spans, halves, Q: tl.constexpr,
+    LEAD: tl.constexpr, HELD: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, MANY: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """The splits of the Q query heads joined, as int8, HEADS at a time. Grid (rows, HELD / HEADS).
+    """The splits of the Q query heads joined, as int8 or f32, HEADS at a time. Grid (rows, HELD / HEADS).
 
     Out: rows of HELD heads, LEAD before the Q; those beside the Q are zeros, and somebody else's.
     TOGETHER splits at once, and only those that there are: a short context has few.
@@ -216,7 +216,10 @@ def attend_merge(
             best = new_best
     joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
     group += tl.program_id(1) * (HEADS * W // 32)
-    store_quantized(joined, place < HELD, group, row, xq, xs, xsum16, xsum32, spans, halves, HELD * W, MANY)
+    if QUANT:
+        store_quantized(joined, place < HELD, group, row, xq, xs, xsum16, xsum32, spans, halves, HELD * W, MANY)
+    else:
+        tl.store(out + row * (HELD * W) + group[:, None] * 32 + column[None, :], joined, mask=(place < HELD)[:, None])
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...proto.device_sizes import EXPANDED_BYTES
 from . import quant_ops
+from .activations import Activations
 from .exchange import Exchange
 from .grouping import launches
 from .half import gain_of, result_type
@@ -65,7 +66,11 @@ class QuantMatrix:
     `lead` and `tail`: columns held beside them, whose inputs are zero.
     """
 
-    def __init__(self, pieces: list[Piece], lead: int, columns: int, tail: int, workspace: Workspace) -> None:
+    def __init__(
+        self, pieces: list[Piece], lead: int, columns: int, tail: int, workspace: Workspace, exact: bool = False
+    ) -> None:
+        """`exact`: few rows of activations are floats, not in int8."""
+        self.exact = exact
         self.pieces, self.lead, self.columns, self.tail = pieces, lead, columns, tail
         self.workspace = workspace
         self.rows = sum(_rows(piece) for piece in pieces)
@@ -93,6 +98,9 @@ class QuantMatrix:
             gain = 1.0 if x_TC.dtype is self.dtype else gain_of(self.dtype)
             return multiply_stacked(x_TC if gain == 1.0 else x_TC / gain, [self], gain=gain)
         out = torch.empty((x_TC.shape[0], self.rows), dtype=torch.float32, device=x_TC.device)
+        if self.exact:
+            self._multiply_exactly(x_TC, out)
+            return out
         quantised = quant_ops.quantize(x_TC) if any(isinstance(p, QUANTISED) for p in self.pieces) else None
         self._multiply_few(out, quantised, lambda piece: _dense_product(x_TC, piece))
         return out
@@ -100,13 +108,17 @@ class QuantMatrix:
     @property
     def tells_ranks(self) -> bool:
         """Whether `multiply_quantized` can send its sums."""
-        return all(isinstance(piece, QUANTISED) for piece in self.pieces)
+        return not self.exact and all(isinstance(piece, QUANTISED) for piece in self.pieces)
 
-    def multiply_quantized(self, x: QuantizedRows, out: Tensor, to: Exchange | None = None) -> None:
+    def multiply_quantized(self, x: Activations, out: Tensor, to: Exchange | None = None) -> None:
         """out [B, rows] f32 of rows of all `held_columns`. Dense pieces multiply the activations as their codes say.
 
         `to`: the sums are partial, and go to the other ranks at once; only where `tells_ranks`.
         """
+        if isinstance(x, Tensor):
+            assert to is None, "int8 products alone send their sums"
+            self._multiply_exactly(x, out)
+            return
         if to is None:
             self._multiply_few(
                 out, x, lambda piece: _dense_product(x.expanded(result_type(piece.dtype)), piece)
@@ -117,6 +129,17 @@ class QuantMatrix:
             assert not isinstance(piece, Tensor)
             quant_ops.multiply(piece, x, out[:, first : first + piece.rows], sent=Sent(to, first))
             first += piece.rows
+
+    def _multiply_exactly(self, x: Tensor, out: Tensor) -> None:
+        """Floats; in 16 bits where they meet dense pieces."""
+        first = 0
+        for piece in self.pieces:
+            columns = out[:, first : first + _rows(piece)]
+            if isinstance(piece, QUANTISED):
+                quant_ops.multiply_exactly(piece, x, columns)
+            else:
+                columns.copy_(_dense_product(x, piece))
+            first += _rows(piece)
 
     def _multiply_few(self, out: Tensor, x: QuantizedRows | None, dense: Callable[[Tensor], Tensor]) -> None:
         """`x`: for pieces in planes, neighbours in one launch; `dense` gives the other pieces' columns."""

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as functional
 import triton
 from torch import Tensor
 
@@ -21,10 +22,11 @@ from .exchange import Exchange
 from .grouped_triton import multiply_pieces
 from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
 from .quant_planes import Piece, Planes, ScaleKind, dequantize
-from .quant_triton import expand_rows, gather_dense_rows, multiply_rows, quantize_rows
+from .quant_triton import expand_rows, gather_dense_rows, multiply_floats, multiply_rows, quantize_rows
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_BATCH = MOST_ROWS  # of activations, that `multiply` takes
+EXACT_VALUES = 4 << 20  # of blocks, expanded at once to f32
 MOST_SINGLE = 1  # rows that `multiply_rows` takes one by one; for more, the matrix units serve
 
 
@@ -228,6 +230,34 @@ def _multiply_batch_together(
         sum(shares), 32 * warps,
         (x.codes, x.spans, x.halves, out, out.stride(0), x.rows, columns // 64, *arguments),
     )  # fmt: skip
+
+
+def multiply_exactly(planes: Planes | Blocks, x: Tensor, out: Tensor) -> None:
+    """out [B, N] f32 = x @ matrix^T with x [B, K] as it is, of any float type, and sums in f32.
+
+    Rows of either may be strided. Over planes a row's result does not depend on the others.
+    """
+    if isinstance(planes, Blocks):
+        _multiply_blocks_exactly(planes, x.float(), out)
+        return
+    form = planes.format
+    rows_a_program, groups = 4, 16
+    codes, scales = _bytes(planes)
+    multiply_floats[x.shape[0], triton.cdiv(planes.rows, rows_a_program)](
+        codes, planes.high, scales, planes.supers, x, x.stride(0), out, out.stride(0), planes.rows, K=planes.columns,
+        BITS=form.code_bits, HIGH=form.high_bits, KIND=int(form.scale_kind), ZERO=form.zero, BN=rows_a_program,
+        G=groups,
+    )  # fmt: skip
+
+
+def _multiply_blocks_exactly(blocks: Blocks, x: Tensor, out: Tensor) -> None:
+    """Expanded to f32, some rows at a time."""
+    at_once = max(1, EXACT_VALUES // blocks.columns)
+    for first in range(0, blocks.rows, at_once):
+        some = blocks.slice_rows(first, min(blocks.rows, first + at_once))
+        dense = torch.empty((some.rows, some.columns), dtype=torch.float32, device=x.device)
+        block_ops.expand_blocks(some, dense, 1.0)
+        out[:, first : first + some.rows] = functional.linear(x, dense)
 
 
 def usual_tile(rows: int, groups: int) -> tuple[int, int, int]:

@@ -334,6 +334,33 @@ def expand_rows(
 
 
 @triton.jit
+def multiply_floats(
+    codes, high, scales, supers, x, x_stride, out, out_stride, N, K: tl.constexpr, BITS: tl.constexpr,
+    HIGH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """out[b, n] = sum over k of W[n, k] x[b, k], all in f32: grid (rows of x, N / BN).
+
+    Pointers to planes as in `_tile_of_weights`. G: groups of 64 columns at a time. Neighbouring programs share weights.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    j = tl.arange(0, 32)
+    sums = tl.zeros([BN, G], tl.float32)
+    for begin in range(0, K // 64, G):
+        g = begin + tl.arange(0, G)
+        inside = g < K // 64
+        ok = (n < N)[:, None] & inside[None, :]
+        w_low, w_top = _tile_of_weights(codes, high, scales, supers, row, g, ok, K, BITS, HIGH, KIND, ZERO)
+        at = x + b * x_stride + g[:, None] * 64 + j[None, :]
+        there = inside[:, None] & (j >= 0)[None, :]
+        low = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        top = tl.load(at + 32, mask=there, other=0.0).to(tl.float32)
+        sums += tl.sum(w_low * low[None] + w_top * top[None], 2)
+    tl.store(out + b * out_stride + n, tl.sum(sums, 1), mask=n < N)
+
+
+@triton.jit
 def gather_dense_rows(table, ids, out, factor, D: tl.constexpr, BLOCK: tl.constexpr):
     """out[t] = table[ids[t]] * factor: grid (rows, D / BLOCK)."""
     t = tl.program_id(0).to(tl.int64)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...proto.device_sizes import BEST_BLOCK, MOST_ROWS, SPAN
 from ...proto.model import Activation, RopeKind
+from .activations import Activations
 from .attention_triton import attend_merge, attend_split, gather_q8_0, merge_two
 from .cards import SplitTile, is_older, split_tile
 from .exchange import Exchange
@@ -199,9 +200,9 @@ class SplitBuffers:
 
 def attend_cached(
     query: Tensor, place: KvPlace, table: Tensor, positions: Tensor, scale: float, window: int, heads: PartHeads,
-    buffers: SplitBuffers, out: QuantizedRows, lead: int = 0, tile: SplitTile | None = None,
+    buffers: SplitBuffers, out: Activations, lead: int = 0, tile: SplitTile | None = None,
 ) -> None:
-    """Each row's query [B, Q, W] over its cached positions, as int8. `tile`: as `split_tile` would give it.
+    """Each row's query [B, Q, W] over its cached positions. `tile`: as `split_tile` would give it.
 
     `out` may have more heads than Q: `lead` before them, and others behind, all zeros.
     """
@@ -215,11 +216,14 @@ def attend_cached(
         **place.blocks, EMULATED=EMULATED,
         num_warps=WARPS_OF_BLOCKS if width >= 128 and any(place.blocks.values()) else 4,
     )  # fmt: skip
-    held, at_once = out.columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
+    quantised = out if isinstance(out, QuantizedRows) else None
+    dense = buffers.sums if isinstance(out, QuantizedRows) else out
+    columns = out.columns if isinstance(out, QuantizedRows) else out.shape[1]
+    held, at_once = columns // width, max(1, SPAN // width) if rows > 1 else 1  # heads, and those of a program
     attend_merge[rows, triton.cdiv(held, at_once)](
-        buffers.sums, buffers.greatest, buffers.weights, positions, *_quantised(out, query), Q=heads.query, LEAD=lead,
-        HELD=held, W=width, SPLITS=splits, WINDOW=window, HEADS=at_once, TOGETHER=min(splits, MERGED_TOGETHER),
-        MANY=rows > 1, num_warps=4,
+        buffers.sums, buffers.greatest, buffers.weights, positions, dense, *_quantised(quantised, query),
+        Q=heads.query, LEAD=lead, HELD=held, W=width, SPLITS=splits, WINDOW=window, HEADS=at_once,
+        TOGETHER=min(splits, MERGED_TOGETHER), MANY=rows > 1, QUANT=quantised is not None, num_warps=4,
     )  # fmt: skip
 
 

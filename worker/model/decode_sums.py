@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import step_ops
+from ..kernels.activations import Activations, room_for
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
-from ..kernels.quant_ops import QuantizedRows
 from ..links.tensor_group import TensorGroup
 from .step_parts import check_peers
 from .steps import Work
@@ -32,7 +32,7 @@ class StepSums:
     exchange: Exchange
     sum_up: SumUp | None = None  # over all ranks, in place; None: by the exchange's words
 
-    def multiply(self, matrix: object, x: QuantizedRows, partial: Tensor, may_send: bool = True) -> bool:
+    def multiply(self, matrix: object, x: Activations, partial: Tensor, may_send: bool = True) -> bool:
         """`partial` = x @ matrix^T, this rank's share; whether the other ranks are told already.
 
         Each rank decides for itself and for each product: what arrives is the same, whoever sends it.
@@ -44,7 +44,7 @@ class StepSums:
 
     def finish(
         self, partial: Tensor, hidden: Tensor, weight: Tensor, post_weight: Tensor | None, epsilon: float,
-        normed: QuantizedRows, sent: bool,
+        normed: Activations, sent: bool,
     ) -> None:  # fmt: skip
         """hidden += the sum over ranks of `partial`, and its norm: as `step_ops.finish_half`."""
         if self.sum_up is None:
@@ -137,9 +137,10 @@ class SumBench:
 
     def _work(self, rows: int, sums: StepSums | None) -> Work:
         device, down, width = self.weight.device, self.down, self.weight.numel()
-        x = None if down is None else QuantizedRows.empty(rows, down.held_columns, device)
+        exact = down is not None and down.exact
+        x = None if down is None else room_for(rows, down.held_columns, device, exact)
         partial, hidden = (torch.zeros((rows, width), device=device) for _ in range(2))
-        normed = QuantizedRows.empty(rows, width, device)
+        normed = room_for(rows, width, device, exact)
         norms = hidden, self.weight, self.post_weight, self.epsilon, normed
 
         def work() -> None:

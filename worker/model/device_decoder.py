@@ -73,6 +73,12 @@ class DeviceDecoder(Decoder):
         return self._dtype
 
     @property
+    def exact_activations(self) -> bool:
+        """Whether few rows are multiplied as floats, and not in int8: all of a rank's matrices alike."""
+        head = self._weights.head
+        return isinstance(head, QuantMatrix) and head.exact
+
+    @property
     def bundles(self) -> tuple[tuple[int, int], ...]:
         """All that this rank may hold in some layout."""
         return tuple(self._kv.bundle_bytes)

@@ -12,11 +12,11 @@ from ...proto.device_sizes import BEST_BLOCK, MOST_STEPS, STEP_BATCHES
 from ...proto.errors import WorkerLostError
 from ...proto.model import LayerSpec, ModelSpec
 from ..kernels import draw_ops, step_ops
+from ..kernels.activations import Activations, narrowed, room_for
 from ..kernels.draw_ops import DrawBuffers
 from ..kernels.exchange import Exchange
 from ..kernels.matrix import AnyMatrix
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
-from ..kernels.quant_ops import QuantizedRows
 from ..kernels.step_ops import PartHeads, SplitBuffers, StepState
 from ..kv import Bundle, SlotRun
 from ..requests import RequestState
@@ -106,7 +106,7 @@ class BatchBuffers:
         self.tables = torch.zeros((tables, size, blocks), dtype=torch.int64, device=device)
         self.members: list[dict[Bundle, SlotRun]] = []
         self.hidden = torch.zeros((size, spec.hidden), dtype=torch.float32, device=device)
-        self.normed = QuantizedRows.empty(size, spec.hidden, device)
+        self.normed = room_for(size, spec.hidden, device, decoder.exact_activations)
         self.angles = decoder.empty_angles(size)
         self.logits = torch.zeros((size, vocab), dtype=torch.float32, device=device)
         best = (size, -(-vocab // BEST_BLOCK), 4)
@@ -163,11 +163,11 @@ class PartRoom:
         self.projected = torch.zeros((size, projected), dtype=torch.float32, device=device)
         self.both = torch.zeros((size, 2 * forward), dtype=torch.float32, device=device)
         self.query = torch.zeros((size, query), dtype=decoder.dtype, device=device)
-        self.attended = QuantizedRows.empty(size, held, device)
-        self.inner = QuantizedRows.empty(size, forward, device)
+        self.attended = room_for(size, held, device, decoder.exact_activations)
+        self.inner = room_for(size, forward, device, decoder.exact_activations)
         self.splits: dict[tuple[int, int], SplitBuffers] = {}  # by heads and width
 
-    def attend(self, part: PartWeights, number: int, batch: BatchBuffers, table: Tensor) -> QuantizedRows:
+    def attend(self, part: PartWeights, number: int, batch: BatchBuffers, table: Tensor) -> Activations:
         """The part's heads of layer `number` but for the last product: project, rotate into the cache, attend.
 
         As the last product takes them: with zeros for the heads that its matrix holds beside the part's.
@@ -187,18 +187,18 @@ class PartRoom:
             table.stride(0), query, place, heads, part.kv_heads,
         )  # fmt: skip
         output = as_quantised(part.attention_output)
-        attended = self.attended.narrowed(output.held_columns)
+        attended = narrowed(self.attended, output.held_columns)
         step_ops.attend_cached(
             query, place, table, positions, spec.attention_scale, facts.sliding_window, heads_of(part, facts),
             self.splits[heads, width], attended, output.lead // width,
         )  # fmt: skip
         return attended
 
-    def gate(self, part: PartWeights, batch: BatchBuffers) -> QuantizedRows:
+    def gate(self, part: PartWeights, batch: BatchBuffers) -> Activations:
         """The part's columns of the feed-forward block but for the last product."""
         columns = 2 * part.feed_forward
         both = self.both.view(-1)[: self._size * columns].view(self._size, columns)
-        inner = self.inner.narrowed(part.feed_forward)
+        inner = narrowed(self.inner, part.feed_forward)
         as_quantised(part.gate_up).multiply_quantized(batch.normed, both)
         step_ops.gate(both, self._decoder.spec.activation, inner)
         return inner

@@ -59,8 +59,9 @@ class Uploader:
 class DeviceLoader:
     """Builds `QuantMatrix`es that share one workspace."""
 
-    def __init__(self, files: MappedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: bf16 or f16, of what is expanded and of float types."""
+    def __init__(self, files: MappedModel, device: torch.device, dtype: torch.dtype, exact: bool = False) -> None:
+        """`dtype`: bf16 or f16, of what is expanded and of float types. `exact`: as in `QuantMatrix`."""
+        self._exact = exact
         self._files, self._device = files, device
         self._readers = Readers(min(MOST_READERS, torch.get_num_threads()))
         self._uploader = Uploader(device, self._readers)
@@ -68,6 +69,8 @@ class DeviceLoader:
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
+        if self._exact:
+            return  # int8 products of batches are what takes long
         together: dict[batch_kernels.Launch, None] = {}
         blocks: list[str] = []
         for cuts in matrices:
@@ -94,11 +97,11 @@ class DeviceLoader:
             else:
                 pieces.append(piece)
             note(cut_bytes(tensor, cut))
-        return QuantMatrix(pieces, lead, len(first_cut.owned), tail, self.workspace)
+        return QuantMatrix(pieces, lead, len(first_cut.owned), tail, self.workspace, self._exact)
 
     def of_pieces(self, pieces: list[Piece], lead: int, columns: int, tail: int) -> QuantMatrix:
         """A matrix whose pieces lie somewhere already."""
-        return QuantMatrix(pieces, lead, columns, tail, self.workspace)
+        return QuantMatrix(pieces, lead, columns, tail, self.workspace, self._exact)
 
     def embedding(self, tensor: TensorInfo, factor: float) -> EmbeddingTable:
         """token_embd, in pinned host memory."""

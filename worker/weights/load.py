@@ -34,15 +34,16 @@ class WeightLoader:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: int, files: MappedModel, dtype: torch.dtype,
-        device: torch.device, ledger: MemoryLedger, note: ProgressNote,
+        device: torch.device, ledger: MemoryLedger, note: ProgressNote, exact_activations: bool = False,
     ) -> None:
+        """`exact_activations`: see `LoadModel`; of matrices that are kept quantised, on a GPU."""
         self._spec, self._placement, self._rank, self._files = spec, placement, rank, files
         self._dtype, self._device, self._ledger, self._note = dtype, device, ledger, note
         self._device_loader: DeviceLoader | None = None
         if device.type == "cuda" and dtype is not torch.float32:
             from . import device_load  # late: the kernels behind it need a GPU's compiler
 
-            self._device_loader = device_load.DeviceLoader(files, device, dtype)
+            self._device_loader = device_load.DeviceLoader(files, device, dtype, exact_activations)
 
     def matrix_cuts(self) -> Iterator[list[Cut]]:
         """What each matrix is made of that this rank runs in some layout."""

@@ -51,12 +51,13 @@ def keep(
     chunks: Points = ((0, 64), (0, 256), (512, 64)),
     compute: ComputeType = ComputeType.F32,
     kv: KvType = KvType.F32,
+    exact: bool = False,
 ) -> None:
     """What a group leaves that was measured so long ago; `per_token` tells it from others."""
     cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
     loaded = LoadResult(0.0, compute, KvFormat(kv, kv), (0,) * workers, (0,) * workers)
     placement = place(SPEC, workers, layer_shares=shares)
-    settings = group_settings(workers=workers, threads=threads)
+    settings = group_settings(workers=workers, threads=threads, exact_activations=exact)
     facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(chunks))
     path = cost_path(facts)
     assert keep_costs(path, Costs(stages=(ChunkCost(0.0, per_token),) * workers), facts)
@@ -114,6 +115,18 @@ def test_types_that_no_group_chooses_by_itself_count_only_where_they_are_asked_f
 def test_cards_may_choose_f16_by_themselves() -> None:
     keep(1.0, device="a card", compute=ComputeType.F16, kv=KvType.F16)
     assert found() == 1.0
+
+
+def test_what_cards_took_with_exact_activations_counts_for_such_groups_alone() -> None:
+    bf16 = {"compute": ComputeType.BF16, "kv": KvType.BF16}
+    keep(1.0, device="a card", exact=True, **bf16)
+    assert found() is None
+    assert found(group_settings(workers=2, exact_activations=True)) == 1.0
+    keep(2.0, device="a card", age_seconds=-10, **bf16)
+    assert found() == 2.0
+    assert found(group_settings(workers=2, exact_activations=True)) == 1.0
+    keep(3.0, age_seconds=-20)
+    assert found(group_settings(workers=2, exact_activations=True)) == 3.0, "on CPU they are all exact"
 
 
 def test_shares_that_nobody_asked_for_may_be_others() -> None:

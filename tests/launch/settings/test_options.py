@@ -78,6 +78,14 @@ def test_seeds_are_64_bits_and_minus_one_draws_one() -> None:
             parse_seed("--seed", seed)
 
 
+def test_exact_activations_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEARSHIFT_EXACT_ACTIVATIONS", raising=False)
+    assert not group_settings().exact_activations
+    assert group_settings(exact_activations=True).exact_activations
+    monkeypatch.setenv("GEARSHIFT_EXACT_ACTIVATIONS", "on")
+    assert group_settings().exact_activations
+
+
 def test_flags_for_tests_of_slow_links_reach_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GEARSHIFT_NO_PEER", "GEARSHIFT_THROTTLE_LINK"):
         monkeypatch.delenv(name, raising=False)

@@ -235,6 +235,7 @@ def test_all_that_costs_depend_on_is_in_the_name(monkeypatch: pytest.MonkeyPatch
         facts(spec=with_another_file),
         facts(points=lambda one: replace(one, steps=one.steps[:1])),
         facts(settings=lambda one: replace(one, threads=2)),
+        facts(settings=lambda one: replace(one, exact_activations=True)),
         facts(settings=lambda one: replace(one, link_options=LinkOptions(no_peer=True))),
         facts({"NCCL_P2P_DISABLE": "1"}),
         facts({"GEARSHIFT_NO_PEER": "1"}),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gearshift.launch.settings.options import group_settings, layout_settings
-from gearshift.launch.start.fitting import GroupPlan, settle_compute_type
+from gearshift.launch.start.fitting import GroupPlan, settle_activations, settle_compute_type
 from gearshift.proto.ids import ComputeType, Rank
 from gearshift.proto.placement.memory import Holding
 from gearshift.proto.reports import Hello
@@ -46,3 +46,14 @@ def test_in_f16_cards_are_planned_with_wide_sums_and_keys_and_values_of_its_type
     assert (on_cpu.holding, on_cpu.wide_sums) == (Holding.BF16, False)
     wide, narrow = (replace(on_cards, max_chunk_tokens=64, wide_sums=one).memory(256)[0] for one in (True, False))
     assert wide.peak_bytes - narrow.peak_bytes >= 2 * 64 * spec.hidden
+
+
+def test_exact_activations_are_a_matter_of_cards_alone() -> None:
+    asked = group_settings(workers=2, exact_activations=True)
+    assert not settle_activations(asked, "cpu").exact_activations
+    assert settle_activations(asked, "cuda") == asked
+    plain = group_settings(workers=2)
+    assert settle_activations(plain, "cpu") == settle_activations(plain, "cuda") == plain
+    plan = GroupPlan(model_spec([layer_spec(4, 2, 256)] * 2, hidden=256, vocab=100), asked, layout_settings())
+    assert plan.case(plan.placement(), "cuda", BF16).exact_activations
+    assert not plan.case(plan.placement(), "cpu", BF16).exact_activations

@@ -1,6 +1,7 @@
 """A group's first start on cards compares the layouts, and keeps to one where they differ."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,15 @@ from gearshift.launch.start import layout_check
 from gearshift.launch.start.layout_check import (
     AS_PROMPT,
     COMPARED_ROWS,
+    MOST_DIVERGENCE,
+    MOST_STEP_DIVERGENCE,
     STEPS,
     USUAL,
     LayoutDifference,
     check_layouts,
     compare_layouts,
     difference,
+    step_limits,
 )
 from gearshift.proto.errors import LayoutRefusedError, RequestFailedError
 from gearshift.proto.ids import Layout
@@ -62,6 +66,15 @@ def test_greedy_tokens_part_where_they_are_no_near_tie() -> None:
     near = usual_rows()
     near[COMPARED_ROWS - 1 - STEPS + 2, 9] = 1.8  # where the third token is chosen
     assert difference("tensor->tensor", near, near, USUAL_TOKENS, [0, 1, 9, 9, 9, 9, 9, 9]).agrees
+
+
+def test_steps_whose_activations_are_exact_are_held_more_closely_to_what_a_prompt_says(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare_layouts(driver)[0].limit == MOST_STEP_DIVERGENCE
+    monkeypatch.setattr(driver, "_settings", replace(driver.settings, exact_activations=True))
+    assert compare_layouts(driver)[0].limit == MOST_DIVERGENCE < MOST_STEP_DIVERGENCE
+    assert step_limits(exact_activations=True)[0] < step_limits(exact_activations=False)[0]
 
 
 def test_an_answer_that_ended_early_differs_from_there_on() -> None:
