@@ -28,7 +28,7 @@ from gearshift.launch.bench.runs import (
 
 FAIR_ANSWER = 16  # tokens, from which on an answer tells a pair's pace
 SHORT_ANSWER = 4
-LEAST_SECONDS = 0.05  # that a run is thought to take, whatever is predicted
+LEAST_SECONDS = 1.0  # that a round of a size is thought to take, whatever is predicted: short ones need their rounds
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Grid:
         driver = self.driver
         tokens = made_up_prompt(1, prompt, driver.spec.vocab)
         forecasts = driver.plan(GenerationRequest(tokens, answer)).forecasts
-        seconds = [max(LEAST_SECONDS, one.seconds) for one in forecasts] or [LEAST_SECONDS]
+        seconds = [one.seconds for one in forecasts] or [0.0]
         serious = [one for one in seconds if one <= self.options.hopeless * min(seconds)]
-        return sum(serious) / (2 if answer == 1 else 1) + min(seconds)
+        return max(LEAST_SECONDS, sum(serious) / (2 if answer == 1 else 1) + min(seconds))
 
     def _measure(self, prompt: int, answer: int, room: float | None, seed: int) -> Cell:
         began, options = time.monotonic(), self.options

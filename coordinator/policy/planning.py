@@ -113,7 +113,8 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     validate(request.sampling, vocab)
     if not request.prompt:
         raise InputError("the prompt is empty: there is no token to start from")
-    _check_tokens((*request.prompt, *request.forced), vocab)
+    _check_tokens(request.prompt, vocab)
+    _check_tokens(request.forced, vocab)
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
         raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
@@ -130,7 +131,7 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
 def _check_tokens(tokens: tuple[int, ...], vocab: int) -> None:
     """All at once: 32,768 take 0.13 ms, one by one 0.64. Where one is wrong it is looked for."""
     try:
-        if int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab:
+        if not tokens or int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab:
             return
     except (OverflowError, TypeError):
         pass  # below 0, far too large, or no number

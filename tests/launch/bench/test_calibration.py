@@ -52,7 +52,7 @@ def test_every_point_is_told_as_measured_and_as_predicted() -> None:
     assert chunks[6].measured_seconds == pytest.approx(2 * chunks[0].measured_seconds)
     steps = step_residuals(found)
     assert [(one.layout, one.batch, one.cached) for one in steps[:4]] == [
-        ("layer", 1, 64), ("layer", 4, 64), ("layer", 8, 64), ("layer", 1, 1024),
+        ("layer", 1, 64), ("layer", 4, 64), ("layer", 8, 64), ("layer", 1, 2048),
     ]  # fmt: skip
     assert all(one.predicted_seconds == pytest.approx(one.measured_seconds, rel=1e-6) for one in steps)
 
@@ -60,7 +60,7 @@ def test_every_point_is_told_as_measured_and_as_predicted() -> None:
 def test_the_tables_name_stages_points_layouts_and_links() -> None:
     text = shown(measured((1.0, 0.5), THOROUGH))
     columns, links = ("stage 0", "stage 1", "tensor", "b/a, tokens"), ("GB/s", "shift of 1,024 tokens")
-    for words in (*columns, "512", "1,024", "(+0.0%)", *links):
+    for words in (*columns, "2,048", "1,024", "(+0.0%)", *links):
         assert words in text
 
 
