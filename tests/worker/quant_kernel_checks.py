@@ -3,6 +3,7 @@
 On a machine with a CUDA device the kernels run there; without one, set TRITON_INTERPRET=1.
 """
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
+from gearshift.tests.helpers.block_rows import random_block_rows
 from gearshift.tests.helpers.kernel_checks import DEVICE, INTERPRETED, relative_error
 from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
 from gearshift.worker.kernels.batch_kernels import usual_batch_tile
+from gearshift.worker.kernels.block_types import blocks_from_gguf, expanded_blocks
 from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
 
@@ -112,6 +115,17 @@ def check_mixed(batch: int) -> dict[str, float]:
     }
 
 
+def check_exact_blocks(type_name: str, rows: int, columns: int, rows_at_once: int) -> float:
+    """A product of blocks with activations as they are, into some columns of a wider result."""
+    blocks = blocks_from_gguf(type_name, torch.from_numpy(random_block_rows(type_name, rows, columns)).to(DEVICE))
+    x = torch.randn(3, columns, device=DEVICE).half()
+    out = torch.full((3, rows + 3), float("nan"), device=DEVICE)[:, 1 : rows + 1]
+    usual, quant_ops.EXACT_VALUES = quant_ops.EXACT_VALUES, rows_at_once * columns + 1
+    quant_ops.multiply_exactly(blocks, x, out)
+    quant_ops.EXACT_VALUES = usual
+    return relative_error(out, x.double() @ expanded_blocks(blocks).to(DEVICE).double().T)
+
+
 def main() -> int:
     names = sorted(FORMATS)
     together = [(pair, (5, 6), 512, 1) for pair in zip(names, (*names[1:], names[0]), strict=True)]
@@ -146,6 +160,10 @@ def main() -> int:
             wrong = {name: error for name, error in errors.items() if not error < limits[name]}
             bad += bool(wrong)
             print(type_name, rows, columns, batch, "wrong" if wrong else "right", errors, flush=True)
+    for type_name, rows_at_once in itertools.product(("Q3_K", "IQ4_XS"), (1, 3, 7)):
+        error = check_exact_blocks(type_name, 7, 512, rows_at_once)
+        bad += not error < 2e-6
+        print("exact blocks", type_name, rows_at_once, "right" if error < 2e-6 else "wrong", error, flush=True)
     for rows, room_rows, runs in ((100, 150, 2), (100, 200, 1), (3, 2, 3), (400, 300, 4)):
         found = check_pieces(rows, 256, room_rows)
         right = found["stacked"] < 1e-2 and found["beside"] < 1e-2 and len(found["runs"]) == runs

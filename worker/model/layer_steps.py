@@ -20,7 +20,7 @@ from ...proto.placement.plan import Placement
 from ..kernels import step_ops
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
-from ..kernels.quant_planes import QUANTISED
+from ..kernels.quant_planes import QUANTISED, Planes
 from ..requests import RequestState
 from ..weights.layer import PartWeights
 from .captured import CapturePlace, Graphs, captured, place_on
@@ -54,10 +54,11 @@ def _told(piece: Piece) -> str:
     return "layers" if piece is None else f"head with {piece.value}"
 
 
-def _without_dense(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
+def _without_library(decoder: DeviceDecoder, layers: Iterable[int]) -> bool:
     parts = [part for layer in layers for part in decoder.weights.layers[layer].parts]
     matrices = [as_quantised(matrix) for part in parts for matrix in matrices_of(part)]
-    return all(isinstance(piece, QUANTISED) for matrix in matrices for piece in matrix.pieces)
+    by_kernels = Planes if decoder.exact_activations else QUANTISED
+    return all(isinstance(piece, by_kernels) for matrix in matrices for piece in matrix.pieces)
 
 
 class _Bucket(BatchBuffers):
@@ -120,8 +121,8 @@ class LayerSteps:
         self._bundles = [(rank, part) for part in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
         self._capturing = place_on(decoder.device)
-        # Dense pieces go to the library, which takes a workspace of its own for every stream.
-        apart = side_by_side and self._capturing is not None and _without_dense(decoder, self._layers)
+        # Some pieces go to the library, which takes a workspace of its own for every stream.
+        apart = side_by_side and self._capturing is not None and _without_library(decoder, self._layers)
         others = placement.ranks - 1 if apart else 0
         self._branches = Branches(tuple(torch.cuda.Stream(decoder.device) for _ in range(others)))
 
