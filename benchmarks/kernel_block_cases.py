@@ -11,7 +11,6 @@ import torch
 from gearshift.benchmarks.kernel_cases import (
     DEVICE,
     HALF,
-    QUANT_LIMITS,
     TIMED,
     Case,
     Check,
@@ -23,6 +22,7 @@ from gearshift.benchmarks.kernel_cases import (
 )
 from gearshift.tests.helpers.block_rows import random_block_rows
 from gearshift.tests.helpers.kernel_checks import relative_error
+from gearshift.tests.worker import quant_kernel_checks
 from gearshift.worker.kernels import block_ops, quant_ops
 from gearshift.worker.kernels.block_types import BLOCK_FORMATS, Blocks, blocks_from_gguf, expanded_blocks
 
@@ -58,7 +58,7 @@ def products_of(type_name: str, columns: int, batch: int) -> Check:
         out = torch.full((batch, blocks.rows + 3), float("nan"), device=DEVICE)[:, : blocks.rows]
         quant_ops.multiply(blocks, x, out)
         wanted = x.expanded(torch.float64) @ expanded_blocks(blocks).to(DEVICE).double().T
-        return {"product": relative_error(out, wanted) / QUANT_LIMITS["product"]}
+        return {"product": relative_error(out, wanted) / quant_kernel_checks.LIMITS["product"]}
 
     return check
 

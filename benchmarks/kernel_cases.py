@@ -26,7 +26,6 @@ ROTATED_BYTES = 400 << 20  # more than any cache holds
 MOST_COPIES = 64
 MOST_CHECKED_ROWS = 9001  # more take long to make; enough for the tiles of large matrices
 STEP_LIMIT = 1.5e-4  # of the checks of `step_kernel_checks`
-QUANT_LIMITS = {"product": 2e-6, "expanded": 1e-6, "gathered": 1e-6, "activations": 1e-2, "sums": 1e-5}
 
 Launch = Callable[[], None]
 Check = Callable[[], dict[str, float]]  # what is wrong by name: errors, each over its limit: right below 1
@@ -96,7 +95,7 @@ def of_planes(type_name: str, rows: int, columns: int, batch: int, *names: str) 
     def check() -> dict[str, float]:
         seed = int(torch.randint(1 << 30, ()))
         found = quant_kernel_checks.check(type_name, min(rows, MOST_CHECKED_ROWS), columns, batch, seed)
-        return {name: found[name] / QUANT_LIMITS[name] for name in names}
+        return {name: found[name] / quant_kernel_checks.LIMITS[name] for name in names}
 
     return check
 
@@ -112,6 +111,16 @@ def product(rows: int, columns: int, type_name: str, batch: int, tile: tuple[int
     kernel = "multiply_rows" if batch <= quant_ops.MOST_SINGLE else "multiply_batch"
     shape = f"{type_name} {rows} x {columns}, batch {batch}" + (f", tile {tile}" if tile else "")
     return Case(kernel, shape, moved, launches, of_planes(type_name, rows, columns, batch, "product"))
+
+
+def exact_product(rows: int, columns: int, type_name: str, batch: int) -> Case:
+    """Activations as floats (`--exact-activations`)."""
+    copies = some_planes(rows, columns, type_name)
+    x, out = randn(batch, columns), torch.empty(batch, rows, device=DEVICE)
+    moved = copies[0].byte_count + x.nbytes + out.nbytes
+    launches: list[Launch] = [partial(quant_ops.multiply_exactly, planes, x, out) for planes in copies]
+    shape = f"{type_name} {rows} x {columns}, batch {batch}"
+    return Case("multiply_floats", shape, moved, launches, of_planes(type_name, rows, columns, batch, "exact product"))
 
 
 def together(rows: tuple[int, int], columns: int, types: tuple[str, str], batch: int) -> Case:

@@ -18,6 +18,7 @@ from gearshift.benchmarks.kernel_cases import (
     Launch,
     Sizes,
     copies_of,
+    exact_product,
     expansion,
     gathered,
     gathered_floats,
@@ -66,6 +67,7 @@ def all_cases(sizes: Sizes, batches: list[int]) -> Iterator[Callable[[], Case]]:
     for batch in batches:
         q_k_v = (sizes.query_heads + sizes.kv_heads) * sizes.width, sizes.kv_heads * sizes.width
         yield partial(together, q_k_v, sizes.big[1], ("Q4_K", "Q6_K"), batch)
+        yield partial(exact_product, *sizes.big, "Q4_K", batch)
     yield partial(library_product, *sizes.big)
     for type_name in sorted(FORMATS):
         yield partial(expansion, *sizes.big, type_name)

@@ -11,8 +11,20 @@ from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
 
 @pytest.fixture(scope="module")
 def on_cuda() -> Iterator[RunningGroups]:
-    with running_groups("cuda") as running:
-        yield running
+    """Decode sums go one way: what is quickest may differ from load to load, and adds in another order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GEARSHIFT_DECODE_SUMS", "one-shot")
+        with running_groups("cuda") as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def on_cuda_by_nccl() -> Iterator[RunningGroups]:
+    """Decode sums are NCCL's, inside the graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GEARSHIFT_DECODE_SUMS", "nccl")
+        with running_groups("cuda") as running:
+            yield running
 
 
 @pytest.fixture(scope="module")

@@ -143,3 +143,17 @@ def test_greedy_steps_in_graphs_choose_what_the_logits_say(
     # Two roundings of activations to int8: what KL 0.01 allows, not more.
     assert (logprobs.max(axis=-1) - chosen).max() < 0.2
     assert np.abs(chosen - [logprob for _, logprob in first]).max() < 0.2
+
+
+def test_sums_by_nccl_inside_graphs_choose_what_the_logits_say(
+    on_cuda_by_nccl: RunningGroups, small_models: Callable[[str, str], Path]
+) -> None:
+    prompt = [int(token) for token in np.random.default_rng(6).integers(300, 2000, 100)]
+    driver = on_cuda_by_nccl.load(small_models("small", "Q4_K"), 2, compute_type=ComputeType.BF16)
+    first = greedy(driver, prompt, 40, Layout.LAYER, Layout.TENSOR)
+    assert all(greedy(driver, prompt, 40, Layout.LAYER, Layout.TENSOR) == first for _ in range(3))
+    tokens = [token for token, _ in first]
+    rows, _ = collect_logits(driver, prompt + tokens, len(prompt), Layout.LAYER, Layout.TENSOR, Fixed((64,)))
+    logprobs = log_softmax(rows)[len(prompt) - 1 : -1]
+    chosen = logprobs[np.arange(len(tokens)), tokens]
+    assert (logprobs.max(axis=-1) - chosen).max() < 0.05
