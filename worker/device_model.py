@@ -12,7 +12,6 @@ from ..proto.placement.plan import Placement
 from .kernels.exchange import Exchange
 from .kernels.quant_matrix import QuantMatrix
 from .kv import KvStore
-from .links.inboxes import Inboxes
 from .links.open import Links
 from .memory import return_unused
 from .model.chunk_pass import ChunkPass
@@ -85,7 +84,7 @@ def _sums(
     spec: ModelSpec, placement: Placement, rank: int, weights: Weights, device: torch.device, links: Links,
     exchange: Exchange,
 ) -> ChosenSums:  # fmt: skip
-    """How decode steps sum; collective. What was tried in host memory and is not used is given back."""
+    """How decode steps sum; collective. What was tried and is not used goes with the bench."""
     if links.sum_by_backend is None or placement.ranks == 1:
         return ChosenSums(exchange)
     layer = next((each for each in weights.layers if isinstance(each.own.down, QuantMatrix)), weights.layers[0])
@@ -98,8 +97,4 @@ def _sums(
     bench.check()
     if rank == 0:
         print(f"gearshift worker: rank 0: {times.told()}", file=sys.stderr, flush=True)
-    chosen = bench.exchanges[times.one_shot]
-    for other in bench.exchanges.values():
-        if other is not chosen and isinstance(other.keep, Inboxes):
-            other.keep.close()
-    return ChosenSums(chosen, links.sum_by_backend, times.by_nccl)
+    return ChosenSums(bench.exchanges[times.one_shot], links.sum_by_backend, times.by_nccl)

@@ -5,6 +5,7 @@ Peer access is proven with data, not asked of the driver. Multicast is never use
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,12 +28,7 @@ class Inboxes:
 
     addresses: Tensor
     on_host: bool
-    keep: Any  # what the memory belongs to
-
-    def close(self) -> None:
-        """No kernel may use them any more. Host memory is pinned until then, else it would stay so for good."""
-        if self.on_host:
-            torch.cuda.cudart().cudaHostUnregister(self.keep[1].data_ptr())
+    keep: Any  # what the memory belongs to: it goes with this, when no kernel may use it any more
 
 
 def open_inboxes(
@@ -116,11 +112,18 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
             os.unlink(path)
     whole = torch.frombuffer(segment, dtype=torch.int32)
     error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), byte_count, PORTABLE_AND_MAPPED))
+    if error == 0:
+        # Else the driver would hold the pages for good, and refuse whatever is mapped at this address next.
+        weakref.finalize(whole, _unregister, whole.data_ptr()).atexit = False
     ranks.insist(error == 0, "register them with CUDA")
     views = list(whole.view(ranks.size, -1))
     _prove(views, ranks)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
     return Inboxes(addresses, True, (segment, whole))
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _make(path: str, byte_count: int) -> str:
