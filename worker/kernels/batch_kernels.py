@@ -135,8 +135,20 @@ def compile_ahead(
 @cache
 def batch_kernel(variant: BatchVariant, device: int) -> CudaKernel:
     """Loaded on the current device, which `device` is the number of."""
+    return load_kernel(variant.source, NAME, device)
+
+
+def load_kernel(source: str, name: str, device: int) -> CudaKernel:
+    """Likewise; raises CompileError."""
     images = images_for(torch.cuda.get_device_capability(device))
     try:
-        return CudaKernel(images.image(variant.source), NAME)
+        return CudaKernel(images.image(source), name)
     except RuntimeError:  # what was kept does not suit this driver
-        return CudaKernel(images.remake(variant.source), NAME)
+        return CudaKernel(images.remake(source), name)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Of a card."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

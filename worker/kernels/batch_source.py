@@ -14,6 +14,8 @@ which column is free as long as weights and activations agree; here a thread tak
 four where scales span 16 columns).
 '''
 
+from collections.abc import Mapping
+
 from ...proto.device_sizes import MOST_ROWS, SPAN
 from .quant_planes import PlaneFormat
 
@@ -383,7 +385,7 @@ def tile_facts(tile: tuple[int, ...], rows_of_eight: int, whole: bool) -> dict[s
     }  # fmt: skip
 
 
-def defines(facts: dict[str, int]) -> str:
+def defines(facts: Mapping[str, object]) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in facts.items())
 
 

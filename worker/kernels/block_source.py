@@ -16,7 +16,7 @@ next tile too, before it takes apart the one it holds. Shares of warps are added
 from enum import StrEnum
 
 from ...proto.device_sizes import MOST_ROWS, SPAN
-from .batch_source import INSTRUCTIONS
+from .batch_source import INSTRUCTIONS, defines
 from .block_decoders import DECODERS
 from .block_products import MULTIPLY_BATCH, MULTIPLY_ROW
 from .block_types import BlockFormat
@@ -221,10 +221,9 @@ def source(form: BlockFormat, kernel: Kernel) -> str:
         **{f"TABLE_{i}": f"{word:#010x}" for i, word in enumerate(table)},
     }  # fmt: skip
     assert SPAN == 256, "a tile of a batch is a span wide"
-    defined = "".join(f"#define {name} {value}\n" for name, value in facts.items())
     entries = ", ".join(f"{word:#010x}" for word in grid)
     words = f"__device__ const unsigned GRID[] = {{{entries}}};\n" if grid else ""
-    return defined + words + INSTRUCTIONS + MORE_INSTRUCTIONS + COMMON + DECODERS[form.name] + SHARED + text
+    return defines(facts) + words + INSTRUCTIONS + MORE_INSTRUCTIONS + COMMON + DECODERS[form.name] + SHARED + text
 
 
 def shared_bytes(form: BlockFormat, kernel: Kernel) -> int:
