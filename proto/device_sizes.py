@@ -13,6 +13,7 @@ FLAG_WORDS = 32  # of an inbox: a flag has 128 bytes of its own
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group: 64 MiB in f32
 KEPT_MASKS = 4  # of attention, for the layers to come
 EXPANDED_BYTES = 128 << 20  # most of the workspace that matrices are expanded into
+EXACT_BYTES = 16 << 20  # of blocks that are multiplied by exact activations, expanded at once to f32
 
 
 def splits_for(context_tokens: int) -> int:

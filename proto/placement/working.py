@@ -12,6 +12,7 @@ from msgspec import Struct
 from ..device_sizes import (
     BEST_BLOCK,
     DRAW_KEYS,
+    EXACT_BYTES,
     EXPANDED_BYTES,
     FLAG_WORDS,
     KEPT_MASKS,
@@ -28,6 +29,7 @@ from ..ids import KvType, Layout
 from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks
 from ..model import LayerSpec, ModelSpec
 from .bundles import bundle_bytes
+from .device_rows import BLOCKS
 from .memory import Holding
 from .plan import PartCut, Placement
 from .slices import layer_slice
@@ -291,6 +293,8 @@ def _standing_bytes(
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
             total += _step_bytes(spec, placement, rank, case)
+        if case.exact_activations and any(tensor.type_name in BLOCKS for tensor in spec.tensors.values()):
+            total += (len(writes) + 1) * EXACT_BYTES  # in the graphs of each layout, and where pieces run first
         if placement.ranks > 1:
             total += _inbox_bytes(spec, placement)
             if Layout.LAYER in writes and _fused(spec):

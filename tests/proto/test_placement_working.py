@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from gearshift.proto.device_sizes import EXPANDED_BYTES
+from gearshift.proto.device_sizes import EXACT_BYTES, EXPANDED_BYTES
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
@@ -54,6 +54,13 @@ def test_exact_activations_are_floats_of_the_steps_that_take_them() -> None:
     columns = SPEC.hidden + 16 * 64 // 2 + 2048 // 2  # what goes into a layer's products, of half the heads and gates
     assert exact.standing - plain.standing == columns * 4 - columns * 3 // 2
     assert (exact.prefill, exact.decode) == (plain.prefill, plain.decode)
+
+
+def test_blocks_that_meet_exact_activations_are_expanded_in_the_steps() -> None:
+    blocks = model_spec([layer_spec(16, 4, 2048, key_width=64)] * 4, hidden=1024, vocab=1000, types="IQ4_XS")
+    exact = replace(CASE, journeys=((Layout.TENSOR, Layout.TENSOR),), exact_activations=True)
+    of_blocks, of_planes = (working(spec, place(spec, 2), 0, exact).standing for spec in (blocks, SPEC))
+    assert of_blocks - of_planes == 2 * EXACT_BYTES
 
 
 def test_only_journeys_that_shift_stage_bundles() -> None:

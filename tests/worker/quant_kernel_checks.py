@@ -125,9 +125,9 @@ def check_exact_blocks(type_name: str, rows: int, columns: int, rows_at_once: in
     blocks = blocks_from_gguf(type_name, torch.from_numpy(random_block_rows(type_name, rows, columns)).to(DEVICE))
     x = torch.randn(3, columns, device=DEVICE).half()
     out = torch.full((3, rows + 3), float("nan"), device=DEVICE)[:, 1 : rows + 1]
-    usual, quant_ops.EXACT_VALUES = quant_ops.EXACT_VALUES, rows_at_once * columns + 1
+    usual, quant_ops.EXACT_BYTES = quant_ops.EXACT_BYTES, 4 * (rows_at_once * columns + 1)
     quant_ops.multiply_exactly(blocks, x, out)
-    quant_ops.EXACT_VALUES = usual
+    quant_ops.EXACT_BYTES = usual
     return relative_error(out, x.double() @ expanded_blocks(blocks).to(DEVICE).double().T)
 
 

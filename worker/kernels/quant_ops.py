@@ -6,7 +6,6 @@ Imported on CUDA workers only, and by tests, which interpret Triton's.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -14,9 +13,9 @@ import torch.nn.functional as functional
 import triton
 from torch import Tensor
 
-from ...proto.device_sizes import MOST_ROWS, SPAN
+from ...proto.device_sizes import EXACT_BYTES, MOST_ROWS, SPAN
 from . import batch_source, block_ops
-from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
+from .batch_kernels import BatchVariant, batch_kernel, multiprocessors, usual_batch_tile
 from .block_types import Blocks
 from .exchange import Exchange
 from .grouped_triton import multiply_pieces
@@ -26,7 +25,6 @@ from .quant_triton import expand_rows, gather_dense_rows, multiply_floats, multi
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_BATCH = MOST_ROWS  # of activations, that `multiply` takes
-EXACT_VALUES = 4 << 20  # of blocks, expanded at once to f32
 MOST_SINGLE = 1  # rows that `multiply_rows` takes one by one; for more, the matrix units serve
 
 
@@ -150,19 +148,13 @@ def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) ->
         _multiply_batch_together(placed, x, out, usual_batch_tile(rows))
 
 
-@cache
-def _multiprocessors(device: int) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 def _multiply_batch(
     planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...], sent: Sent | None
 ) -> None:
     device, columns = out.device.index, planes.columns
     tiles, most_warps, blocks = tile
     warps = batch_source.warps_of(columns, most_warps)
-    at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
+    at_once = max(1, most_warps * blocks // warps) * multiprocessors(device)
     kernel = batch_kernel(BatchVariant((planes.format,), tile, -(-x.rows // 8), columns % SPAN == 0), device)
     stand_in = x.codes  # nobody is told
     exchange = sent.exchange if sent else None
@@ -216,7 +208,7 @@ def _multiply_batch_together(
     device, columns = out.device.index, placed[0][0].columns
     tiles, most_warps, blocks = tile
     warps = batch_source.warps_of(columns, most_warps)
-    at_once = max(1, most_warps * blocks // warps) * _multiprocessors(device)
+    at_once = max(1, most_warps * blocks // warps) * multiprocessors(device)
     forms = tuple(piece.format for piece, _ in placed)
     kernel = batch_kernel(BatchVariant(forms, tile, -(-x.rows // 8), columns % SPAN == 0), device)
     shares = blocks_of_pieces(
@@ -252,10 +244,11 @@ def multiply_exactly(planes: Planes | Blocks, x: Tensor, out: Tensor) -> None:
 
 def _multiply_blocks_exactly(blocks: Blocks, x: Tensor, out: Tensor) -> None:
     """Expanded to f32, some rows at a time."""
-    at_once = max(1, EXACT_VALUES // blocks.columns)
+    at_once = min(blocks.rows, max(1, EXACT_BYTES // 4 // blocks.columns))
+    room = torch.empty((at_once, blocks.columns), dtype=torch.float32, device=x.device)
     for first in range(0, blocks.rows, at_once):
         some = blocks.slice_rows(first, min(blocks.rows, first + at_once))
-        dense = torch.empty((some.rows, some.columns), dtype=torch.float32, device=x.device)
+        dense = room[: some.rows]
         block_ops.expand_blocks(some, dense, 1.0)
         out[:, first : first + some.rows] = functional.linear(x, dense)
 
