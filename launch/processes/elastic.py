@@ -2,7 +2,7 @@
 
 Elastic's own agent starts each worker as a program, which imports torch again. This one has the same rendezvous, ranks
 and end, by the parts that elastic leaves to its users, and forks. The store that workers meet at has threads, so it
-begins to listen behind the fork; its port is known before, and those that come early wait in the kernel's queue.
+begins behind the fork; its socket listens before, and those that come early wait in the kernel's queue.
 """
 
 import os

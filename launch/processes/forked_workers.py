@@ -65,9 +65,10 @@ class ForkedWorkers:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            for descriptor in (self.report_fd, *foreign, *(one.descriptor for one in self._running)):
-                os.close(descriptor)
-            _be_worker(parent, module, arguments, environment, rank_log(self.run_folder, rank))
+            not_its_own = (self.report_fd, *foreign, *(one.descriptor for one in self._running))
+            _be_worker(
+                parent, module, arguments, environment, rank_log(self.run_folder, rank), not_its_own
+            )
         self.pids[rank] = pid
         self._running.append(ForkedWorker(rank, pid, os.pidfd_open(pid)))
         return pid
@@ -143,12 +144,19 @@ def _exit_code(one: ForkedWorker) -> int:
 
 
 def _be_worker(
-    parent: int, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    parent: int,
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    not_its_own: Sequence[int],
 ) -> NoReturn:
     """Run a module as the main program of a process of its own. Never goes back into the program that forked."""
     exit_code = 1
     try:
         die_with_parent(parent)
+        for descriptor in not_its_own:
+            os.close(descriptor)
         os.setsid()
         os.environ.update(environment)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
