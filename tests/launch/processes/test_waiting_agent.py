@@ -1,6 +1,5 @@
 """An agent that is started ahead serves one launch, or goes as if it had never been."""
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,10 +19,10 @@ def run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_where_nothing_is_started_nothing_is_left_of_it(run_folders: Path) -> None:
-    with suppress(InputError), agent_ahead(2, None, "cpu"):
-        (folder,) = run_folders.iterdir()
-        (agent,) = children_of(os.getpid(), naming=str(folder))
-        watched = Watched((agent,))
+    with suppress(InputError), agent_ahead(2, None, "cpu") as ahead:
+        assert len(list(run_folders.iterdir())) == 1
+        assert ahead._agent is not None
+        watched = Watched((ahead._agent.process.pid,))
         raise InputError("no such model")
     with watched:
         assert watched.left_after(0) == ()
@@ -50,12 +49,6 @@ def test_the_first_group_gets_it_and_the_next_starts_its_own(run_folders: Path) 
     first, second = agents
     assert first != second
     assert len(list(run_folders.iterdir())) == 2
-
-
-def children_of(pid: int, naming: str) -> list[int]:
-    """Children whose command line names a text."""
-    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [child for child in children if naming in Path(f"/proc/{child}/cmdline").read_bytes().decode()]
 
 
 def _parent_of(pid: int) -> int:
