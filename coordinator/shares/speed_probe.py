@@ -74,7 +74,8 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
     uncut = whole_groups(best, spec.layers[0].kv_heads) if best != equal else None
     whole = None
     if uncut is not None:
-        whole = next((one for one in looks if _are_near(uncut, one.shares)), None) or look(uncut)
+        near = next((one for one in looks if _are_near(uncut, one.shares)), None)
+        whole = look(uncut) if near is None else Look(uncut, near.seconds)
     return ProbedShares(
         shares=AutoShares(choose_layers(layer_seconds), choose_parts(looks, whole)),
         reading=_speeds([sum(seconds) for seconds in layer_seconds]),

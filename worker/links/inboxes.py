@@ -114,7 +114,7 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), byte_count, PORTABLE_AND_MAPPED))
     if error == 0:
         # Else the driver would hold the pages for good, and refuse whatever is mapped at this address next.
-        weakref.finalize(whole, _unregister, whole.data_ptr()).atexit = False
+        weakref.finalize(whole, _unregister, whole.data_ptr(), ranks.device).atexit = False
     ranks.insist(error == 0, "register them with CUDA")
     views = list(whole.view(ranks.size, -1))
     _prove(views, ranks)
@@ -122,7 +122,8 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     return Inboxes(addresses, True, (segment, whole))
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # the last step's kernels may still write there
     torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -153,9 +153,10 @@ def test_f18_automatic_layer_counts_are_taken_by_the_placement_to_the_layer() ->
 @pytest.mark.parametrize(
     ("shares", "kv_heads", "expected"),
     [
-        ((0.79, 0.21), 3, (0.67, 0.33)),
+        ((0.79, 0.21), 3, (2 / 3, 1 / 3)),
         ((0.7, 0.3), 8, (0.75, 0.25)),
-        ((0.45, 0.35, 0.2), 8, (0.5, 0.38, 0.12)),
+        ((0.45, 0.35, 0.2), 8, (0.5, 0.375, 0.125)),
+        ((0.11,) * 7 + (0.23,), 8, (0.125,) * 8),
         ((0.9, 0.1), 3, None),
         ((0.5, 0.5), 1, None),
         ((0.6, 0.4), 0, None),
@@ -167,9 +168,10 @@ def test_the_nearest_shares_that_cut_no_kv_group_give_each_rank_whole_kv_heads(
     found = whole_groups(shares, kv_heads)
     assert found == expected
     if found is not None:
-        cut = place(model_spec([layer_spec(3 * kv_heads, kv_heads, 1536)]), len(shares), tensor_shares=found)
-        ends = [part.query.end for part in cut.layers[0].parts]
-        assert all(end % 3 == 0 for end in ends)
+        for group in (3, 16):
+            cut = place(model_spec([layer_spec(group * kv_heads, kv_heads, 1536)]), len(shares), tensor_shares=found)
+            ends = [part.query.end for part in cut.layers[0].parts]
+            assert all(end % group == 0 for end in ends)
 
 
 def test_parts_that_cut_a_kv_group_must_make_steps_clearly_quicker() -> None:
