@@ -10,7 +10,6 @@ from typing import Self
 
 import msgspec
 
-from ...proto.library_environment import THREAD_VARIABLES
 from ..settings.user_folders import current_settings, logs_folder
 from .agent_lines import Order
 from .run_logs import RunFolder, open_run_folder
@@ -49,7 +48,6 @@ class WaitingAgent:
                 stderr=run_folder.agent_log,
                 pass_fds=(write_end,),
                 start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
-                env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(threads)),
             )
         except BaseException:
             os.close(read_end)

@@ -117,8 +117,8 @@ class SumTrials(Protocol):
 def choose(trials: SumTrials, clock: SumClock, asked: SumWay | None = None) -> SumTimes:
     """Measure. Collective; the same on all ranks.
 
-    Host memory is tried where sums between cards cannot be had or are slow. `asked`: by this rank; where ranks differ
-    it is as if none had.
+    Host memory is tried where sums between cards cannot be had or are slow. `asked`: by this rank. What one asks for
+    all do; where two ask for different ways it is as if none had.
     """
     alone = [clock.seconds(trials.without(rows)) for rows in MEASURED_ROWS]
     seconds: dict[SumWay, tuple[float, ...]] = {}

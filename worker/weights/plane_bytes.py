@@ -1,4 +1,4 @@
-"""A part as a GPU worker holds it, in one run of bytes: biases, then each matrix's planes or blocks, at even offsets.
+"""A part as a GPU worker holds it, in one run of bytes: biases, then each matrix's planes or blocks, aligned.
 
 Every rank lays a part out alike, from the model's facts alone, so that its bytes can be sent as they lie and views
 into them are the part. Plain torch: runs on any device.
