@@ -67,7 +67,7 @@ class _Ranks:
     def insist(self, here: bool, what: str) -> None:
         """RuntimeError on every rank where it is not so on one."""
         if not self.agree(here):
-            raise RuntimeError(f"inboxes in host memory: not all ranks can {what}")
+            raise RuntimeError(f"inboxes: not all ranks can {what}")
 
     def meet(self) -> None:
         """Return when every rank has arrived, host and device."""
@@ -87,8 +87,9 @@ def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric  # private, and only here
 
     device = ranks.device
-    mine = symmetric.empty(words, dtype=torch.int32, device=device)
-    mine.zero_()
+    mine = _or_none(lambda: symmetric.empty(words, dtype=torch.int32, device=device).zero_())
+    ranks.insist(mine is not None, "have them on their devices")
+    assert mine is not None
     assert dist.group.WORLD is not None
     handle = symmetric.rendezvous(mine, dist.group.WORLD.group_name)  # through the group's store
     views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(ranks.size)]

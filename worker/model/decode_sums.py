@@ -19,8 +19,9 @@ from .steps import Work
 from .sum_choice import SumWay, Trial
 
 SUMS = 8  # one behind the other, beside one at which the ranks meet
-PASSES = 3  # beside one that compiles kernels; the best counts
-DELAY_CYCLES = 3_000_000  # of the device's clock, some 1.5 ms: meanwhile the host issues a pass
+DELAYS = (3_000_000, 6_000_000, 12_000_000)
+"""Of each pass, beside one that compiles kernels, in cycles of the device (some 1.5 ms and more): meanwhile the host
+issues it. The best pass counts."""
 
 SumUp = Callable[[Tensor], object]
 
@@ -70,7 +71,8 @@ class ChosenSums:
 class DeviceClock:
     """By the device's own events, behind a delay: what the host takes to issue is not in it.
 
-    The clock starts behind a first sum, where the ranks have met.
+    The clock starts behind a first sum, where the ranks have met. A pass whose delay was over before the host had
+    issued all of it does not count, unless all were.
     """
 
     def __init__(self, ranks: TensorGroup, rank: int, size: int, device: torch.device) -> None:
@@ -79,19 +81,20 @@ class DeviceClock:
     def seconds(self, work: Work) -> float:
         work()  # compiles
         passes = []
-        for _ in range(PASSES):
+        for delay in DELAYS:
             torch.cuda.synchronize(self._device)
             self._ranks.barrier()
-            torch.cuda._sleep(DELAY_CYCLES)
+            torch.cuda._sleep(delay)
             work()
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record()
             for _ in range(SUMS):
                 work()
             ended.record()
+            late = begun.query()
             ended.synchronize()
-            passes.append(begun.elapsed_time(ended) / 1e3 / SUMS)
-        return min(passes)
+            passes.append((late, begun.elapsed_time(ended) / 1e3 / SUMS))
+        return min(passes)[1]
 
     def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
         each = torch.zeros(self._size, len(numbers), device=self._device)
