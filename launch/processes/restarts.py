@@ -10,12 +10,13 @@ from typing import Protocol, Self
 from ...coordinator.group.cluster import Cluster
 from ...proto.channel import Pollable
 from ...proto.commands import AnyCommand
-from ...proto.errors import GearshiftError
+from ...proto.errors import GearshiftError, WorkerFailedError, WorkerLostError
 from ...proto.ids import Rank
 from ...proto.reports import AnyReport, Hello
 from ..console import note, warn
 
 WINDOW_SECONDS = 600.0
+LOST = (WorkerLostError, WorkerFailedError)
 
 
 class StartGroup(Protocol):
@@ -59,7 +60,7 @@ class RestartingGroup:
         while self._restarted_at and now - self._restarted_at[0] > WINDOW_SECONDS:
             self._restarted_at.popleft()
         if len(self._restarted_at) >= self._most:
-            raise error
+            raise self._final(error)
         self._restarted_at.append(now)
         warn(str(error))
         self.__exit__(type(error), error, error.__traceback__)
@@ -67,7 +68,19 @@ class RestartingGroup:
             f"the group is started again, and what it was at is read again (start {len(self._restarted_at)} of at most "
             f"{self._most} within {WINDOW_SECONDS / 60:g} minutes)"
         )
-        self._start()
+        try:
+            self._start()
+        except LOST as next_error:
+            first = str(error).partition("\n")[0].removesuffix("; it last wrote:")
+            raise _added(next_error, f"it was started again because {first}") from next_error
+
+    def _final(self, error: GearshiftError) -> GearshiftError:
+        """Says that there is to be no other group, where there has been one."""
+        if not self._most:
+            return error
+        used = f"{self._most} restarts" if self._most > 1 else "the one restart"
+        verb = "are" if self._most > 1 else "is"
+        return _added(error, f"{used} within {WINDOW_SECONDS / 60:g} minutes {verb} used up (--restarts)")
 
     def _start(self) -> None:
         starting = self._start_group(start=self._starts)
@@ -104,3 +117,13 @@ class RestartingGroup:
 
     def wait(self, timeout_seconds: float, beside: Sequence[Pollable] = ()) -> None:
         self.now.wait(timeout_seconds, beside)
+
+
+def _added(error: GearshiftError, words: str) -> GearshiftError:
+    """The same kind of error with more words: behind its sentence, or in a line below where it has several."""
+    text = str(error)
+    added = type(error)(f"{text}\n  {words}" if "\n" in text else f"{text}; {words}")
+    added.exit_code = error.exit_code
+    for told in getattr(error, "__notes__", ()):
+        added.add_note(told)
+    return added

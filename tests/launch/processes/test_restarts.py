@@ -93,3 +93,23 @@ def test_a_group_that_cannot_be_started_at_all_is_left_alone() -> None:
     with pytest.raises(WorkerLostError, match="did not join"), starts.group(5):
         raise AssertionError("it was entered")
     assert starts.left == []
+
+
+def test_the_last_loss_says_that_the_restarts_are_used_up() -> None:
+    lost = WorkerLostError("rank 0 was ended by SIGKILL; it last wrote:\n    a line")
+    lost.exit_code = 2
+    lost.add_note("a trace")
+    with Starts().group(1) as group:
+        group.regroup(LOST)
+        with pytest.raises(WorkerLostError, match="ended by SIGKILL; the one restart within 10 minutes is used up"):
+            group.regroup(LOST)
+        with pytest.raises(WorkerLostError, match=r"a line\n  the one restart within 10 minutes is used up") as caught:
+            group.regroup(lost)
+    assert (caught.value.exit_code, caught.value.__notes__) == (2, ["a trace"])
+
+
+def test_a_start_that_fails_says_what_the_group_was_started_again_for() -> None:
+    starts = Starts(failing=frozenset({1}))
+    told = "rank 0 did not join; it was started again because the worker of rank 1 was ended by SIGKILL$"
+    with starts.group(1) as group, pytest.raises(WorkerLostError, match=told):
+        group.regroup(LOST)
