@@ -13,7 +13,7 @@ from ...proto.ids import KvType, Layout
 from ...proto.kv import KvFormat, row_bytes
 from ...proto.placement.memory import Holding
 from ...proto.placement.plan import Placement
-from .device_memory import rank_budgets, told_bytes
+from .device_memory import MEBIBYTE, rank_budgets, told_bytes
 from .memory import OTHER_BYTES, OTHER_PART, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
 from .remake import Remake
 from .residency import with_residency
@@ -21,6 +21,7 @@ from .residency import with_residency
 CHUNKS = (2048, 1024, 512)  # longest chunks to choose from, where the user names none
 SHORT_CHUNKS = (512, 256)  # where memory is short
 LEAST_CHUNK_TOKENS = 256
+LIMIT_STEP_BYTES = 16 * MEBIBYTE
 SHARE_PERCENT = 100
 
 LAYER_ONLY = ((Layout.LAYER, Layout.LAYER),)
@@ -266,6 +267,19 @@ def ways_to_fit(
         if name not in told and not shortfalls(changed.memory(wish.tokens), pools):
             told.add(name)  # the mildest change of a kind is enough
             yield flag
+    yield from _budget_flags(shortfalls(case.memory(wish.tokens), pools))
+
+
+def _budget_flags(short: Sequence[Shortfall]) -> Iterator[str]:
+    """What the user has bounded the memory with, where that alone is what is in the way."""
+    bases = [one.pool.limit_base_bytes for one in short]
+    least = [one.needed_bytes + base for one, base in zip(short, bases, strict=True) if base is not None]
+    reserves = [one.pool.most_bytes - one.needed_bytes for one in short]
+    if least and len(least) == len(short):
+        steps = -(-max(least) // LIMIT_STEP_BYTES) + 1  # what a process takes differs a little from run to run
+        yield f"--memory-limit {steps * LIMIT_STEP_BYTES // MEBIBYTE}M or more"
+    elif reserves and not least and min(reserves) >= 0:
+        yield f"--reserve {min(reserves) // MEBIBYTE}M or less"
 
 
 def _changes(

@@ -110,8 +110,9 @@ def pools(devices: Sequence[DeviceMemory], wish: MemoryWish) -> tuple[Pool, ...]
     found = [_shared_pool(devices, place, wish.reserve_bytes) for place in dict.fromkeys(one.place for one in devices)]
     for rank, limit in enumerate(rank_limits(wish.limits, len(devices))):
         if limit is not None:
-            budget = max(0, limit - devices[rank].base_bytes)
-            found.append(Pool((rank,), budget, f"rank {rank}", f"--memory-limit {told_bytes(limit)}"))
+            base = devices[rank].base_bytes
+            why = f"--memory-limit {told_bytes(limit)}, of which the process takes {told_bytes(base)} without a model"
+            found.append(Pool((rank,), max(0, limit - base), f"rank {rank}", why, limit_base_bytes=base))
     return tuple(found)
 
 
@@ -146,7 +147,9 @@ def _shared_pool(devices: Sequence[DeviceMemory], place: str, reserve_bytes: int
         why += " as it drives a display"
     if coming:
         why += f", {told_bytes(coming)} for the process{'es' if len(members) > 1 else ''}"
-    return Pool(ranks, max(0, free - reserve - coming), members[0].name, why)
+    return Pool(
+        ranks, max(0, free - reserve - coming), members[0].name, why, most_bytes=max(0, free - coming)
+    )
 
 
 def told_bytes(byte_count: int) -> str:

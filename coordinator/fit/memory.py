@@ -134,12 +134,18 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory for these ranks together. `why`: what bounds it, for messages."""
+    """Memory for these ranks together. `why`: what bounds it, for messages.
+
+    `limit_base_bytes`, of a limited rank: what the limit counts beside the model. `most_bytes`, of a device: the budget
+    without a reserve.
+    """
 
     ranks: tuple[int, ...]
     budget_bytes: int
     name: str
     why: str
+    limit_base_bytes: int | None = None
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,8 @@ ComputeTypeFlag = Annotated[
     typer.Option(
         "--compute-type",
         metavar="auto|f32|f16|bf16",
-        help="Type that matrices are multiplied in. auto: on CPU f32 or bf16, measured; cards: bf16, older ones f16.",
+        help="Type that matrices are multiplied in. auto: on CPU the faster of f32 and bf16, bf16 where f32 takes too "
+        "much memory; cards: bf16, older ones f16.",
         rich_help_panel=GROUP,
     ),
 ]

@@ -87,6 +87,23 @@ def test_a_larger_context_never_takes_less() -> None:
         assert peaks == sorted(peaks)
 
 
+def test_a_limit_or_a_reserve_in_the_way_is_named_with_what_would_do() -> None:
+    needed, base = max(one.peak_bytes for one in CASE.memory(1024)), 100 * MEBIBYTE
+    wish = ContextWish(1024, asked=True)
+
+    def ways(*found: Pool) -> list[str]:
+        return [way for way in ways_to_fit(CASE, found, wish) if way.startswith(("--memory-limit", "--reserve"))]
+
+    limited = Pool((0,), 0, "rank 0", "limited", limit_base_bytes=base)
+    (told,) = ways(limited)
+    spare = int(told.split()[1].removesuffix("M")) * MEBIBYTE - needed - base
+    assert 16 * MEBIBYTE <= spare < 32 * MEBIBYTE
+    kept = Pool((1,), 0, "a card", "kept", most_bytes=needed + base)
+    assert ways(kept) in (["--reserve 100M or less"], ["--reserve 101M or less"])
+    assert ways(limited, kept) == []  # neither would do alone
+    assert ways(replace(kept, most_bytes=MEBIBYTE)) == []
+
+
 def test_ranks_of_one_host_share_its_memory() -> None:
     memory = CASE.memory(256)
     both = sum(one.peak_bytes for one in memory)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gearshift.coordinator.fit.device_memory import told_bytes
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
 from gearshift.launch import command_line
@@ -266,6 +267,8 @@ def test_a_model_that_fits_only_in_bf16_or_with_less_context(
     tight = fits(needed[4096])
     assert (tight.verdict, tight.advice) == ("ok", "")
     assert "513 MiB of it weights, 180 MiB KV" in tight.found
+    smaller = plan.case(plan.placement(), "cpu", ComputeType.BF16).memory(4096)[0].peak_bytes
+    assert f"; in bf16 {told_bytes(smaller)} on this host: the faster of the two is taken" in tight.found
     assert "largest context 4096 of 8192" in tight.found
     less = fits(needed[640], "--compute-type", "f32")
     assert less.verdict == "note"
@@ -279,7 +282,12 @@ def test_a_model_that_fits_only_in_bf16_or_with_less_context(
     limited = fits(needed[4096], "--memory-limit", "512M", "--compute-type", "f32", "--context", "4096")
     assert limited.verdict == "problem"
     assert "on rank 0 for 4096 tokens" in limited.found
-    assert "(--memory-limit 512 MiB)" in limited.found
+    assert "(--memory-limit 512 MiB, of which the process takes 160 MiB without a model)" in limited.found
+    enough = limited.advice.split("; or ")[-1]
+    assert enough.startswith("--memory-limit")
+    assert enough.endswith("M or more")
+    words = ("--memory-limit", enough.split()[1], "--compute-type", "f32", "--context", "4096")
+    assert fits(needed[4096], *words).verdict == "ok"
 
 
 def test_a_card_with_a_display_keeps_a_larger_reserve(
