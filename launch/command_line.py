@@ -25,11 +25,10 @@ from .commands import (
     tokenize,
 )
 from .console import warn
-from .processes.signals import exit_on_signals
+from .processes.signals import SIGNAL_EXIT_CODES, exit_on_signals
+from .processes.standard_streams import READER_IS_GONE, open_standard_streams
 from .settings.settings import told_unknown, unknown_variables
 from .settings.user_folders import current_settings
-
-SIGNAL_EXIT_CODES = 128  # a shell's habit: 128 + the number of the signal that ended a program
 
 app = typer.Typer(
     name="gearshift",
@@ -79,6 +78,7 @@ def _common(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process with its exit code."""
+    open_standard_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(run_command(words))
 
@@ -95,13 +95,11 @@ def run_command(words: Sequence[str]) -> int:
             context = getattr(error, "ctx", None)
             _complain(f"{message} (see {context.command_path if context else 'gearshift'} --help)")
         return error.exit_code
-    except SystemExit as ending:  # from exit_on_signals, or from typer where whoever read our output has gone
+    except SystemExit as ending:  # from exit_on_signals, or from stdout where whoever read it has gone
         code = ending.code if isinstance(ending.code, int) else GearshiftError.exit_code
-        if code > SIGNAL_EXIT_CODES:
+        if code > SIGNAL_EXIT_CODES and code != READER_IS_GONE:  # who would read of it
             _complain("interrupted")
         return code
-    except BrokenPipeError:
-        return _leave_quietly()
     except GearshiftError as error:
         _explain(error, words, str(error))
         return error.exit_code
@@ -127,10 +125,3 @@ def _debug_wanted(words: Sequence[str]) -> bool:
 
 def _complain(message: str) -> None:
     print(f"gearshift: {message}", file=sys.stderr)
-
-
-def _leave_quietly() -> int:
-    # Whoever read our output has gone (`gearshift ... | head`). Python would flush stdout once more at exit and
-    # complain, so it gets a place that takes everything.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1

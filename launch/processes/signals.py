@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNAL_EXIT_CODES = 128  # a shell's habit: 128 + the number of the signal that ended a program
 
 
 @contextmanager
@@ -76,4 +77,4 @@ def signals_ignored() -> Iterator[None]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise SystemExit(SIGNAL_EXIT_CODES + number)

@@ -121,7 +121,7 @@ def test_a_reader_that_leaves_is_no_error_to_talk_about(smollm2_path: Path) -> N
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=30) == 1
+        assert process.wait(timeout=30) == 141
 
 
 def test_inspect_tells_what_each_worker_would_hold(
