@@ -17,7 +17,7 @@ JOIN_TIMEOUT_SECONDS = 120.0  # people type more slowly than an agent starts pro
 def reachable_address(address: str) -> str:
     """Where others find what listens at `address`: one that stands for every interface leads nowhere from elsewhere."""
     host, port = split_address(address)
-    if host not in ("*", "0.0.0.0", "[::]"):  # noqa: S104 (compared, not bound)
+    if host not in ("*", "0.0.0.0", "[::]"):
         return address
     # Nothing is sent: the kernel only picks the interface, for addresses that are kept for documentation.
     for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
@@ -57,8 +57,8 @@ def external_cluster(
         note(f"  torchrun --nproc-per-node {workers} {words}")
         if not is_loopback(host):
             note(
-                "or on each of several hosts with torchrun --nnodes HOSTS --node-rank 0,1,.. --nproc-per-node ITS_WORKERS "
-                "--master-addr FIRST_HOST --master-port 29500 and the rest as above"
+                "or, on each of several hosts, with torchrun --nnodes HOSTS --node-rank 0,1,.. --nproc-per-node "
+                "ITS_WORKERS --master-addr FIRST_HOST --master-port 29500 and the rest as above"
             )
         if UNKNOWN_HOST in address:
             note(f"{UNKNOWN_HOST}: an address of this host that the others can use")
