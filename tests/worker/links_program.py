@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from gearshift.worker.links import Links, open_links, shared_memory
+from gearshift.worker.links.host_memory import FOLDER
+from gearshift.worker.links.open import name_of_opening
 
 GROUP = f"test of {os.getppid()}"
 SIZES = (1, 3, 64, 577, 1536, 40_001, 300_007, 600_011)
@@ -168,8 +170,8 @@ def check_mixed(links: Links) -> str:
 
 def check_names(links: Links) -> str:
     links.tensor.barrier()
-    own = shared_memory.fresh_name(GROUP).rsplit("-", 1)[0]
-    left = [path.name for path in shared_memory.FOLDER.iterdir() if path.name.startswith(own)]
+    own = f"gearshift-{name_of_opening(GROUP).rsplit('-', 1)[0]}"
+    left = [path.name for path in Path(FOLDER).iterdir() if path.name.startswith(own)]
     assert not left, left
     return type(links.tensor).__name__
 

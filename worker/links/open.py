@@ -1,6 +1,8 @@
 """Makes every communicator at start, warms each with a transfer, and closes them: nothing is created lazily."""
 
+import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from ...proto.nccl_channels import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS
 from . import interfaces, mailbox, shared_memory
 from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
+from .host_memory import Mapped, NamedMemory, NamelessMemory, Pair, Source, first_that_works, mapped
 from .kv_moves import KvMoves
 from .options import no_peer_asked, settle
 from .pair_check import check_pairs
@@ -30,7 +33,7 @@ from .waiting import FlagWait, more_ranks_than_cores, named_errors
 if TYPE_CHECKING:
     from .inboxes import Inboxes
 
-NAME_BYTES = 64
+PATH_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def _make(
     edge_groups = [communicators.make(EDGE_CHANNELS, (first, first + 1)) for first in range(size - 1)]
     kv_group = communicators.make(MOVE_CHANNELS)
     distributed = DistributedTensorGroup(tensor_group, rank, size, device, timeout_seconds)
-    shared = _share(rank, size, device, group, distributed) if local and device.type == "cpu" else None
+    shared = _share(rank, size, group, distributed) if local and device.type == "cpu" else None
     wait = FlagWait(timeout_seconds, more_ranks_than_cores(size))
     tensor: TensorGroup = distributed
     if shared is not None:
@@ -180,38 +183,47 @@ def _outgoing(
 # Bytes: 2 slots a rank for the collectives, then the buffers of each edge.
 
 
-def _share(
-    rank: int, size: int, device: torch.device, group: str, distributed: TensorGroup
-) -> SharedSegment | None:
+def _share(rank: int, size: int, group: str, distributed: TensorGroup) -> SharedSegment | None:
     """The segment of all ranks, or None on every rank where one could not have it."""
     lines = size + (size - 1) * mailbox.LINES
     payload_bytes = 2 * size * SLOT_BYTES + (size - 1) * mailbox.BUFFERS * mailbox.BUFFER_BYTES
-    segment = None
-    name = shared_memory.fresh_name(group) if rank == 0 else ""
-    try:
-        if rank == 0 and shared_memory.usable_here():
-            segment = _or_none(lambda: shared_memory.create(name, lines, payload_bytes))
-        name = _announce(name if segment else "", distributed)
-        if rank > 0 and name and shared_memory.usable_here():
-            segment = _or_none(lambda: shared_memory.attach(name, lines, payload_bytes))
-        opened = distributed.all_reduce(torch.tensor([float(segment is not None)]))
-    finally:
-        if rank == 0:
-            shared_memory.remove(name)  # all have it open, or nobody will
-    return segment if opened.item() == size else None
+    byte_count = shared_memory.segment_bytes(lines, payload_bytes)
+    ends = (0, size - 1)
+
+    def share(source: Source) -> dict[Pair, Mapped] | None:
+        usable = shared_memory.usable_here()
+        path = _announce(_made(source, ends, byte_count) if rank == 0 and usable else "", distributed)
+        memory = _mapped_or_none(path, byte_count) if path and usable else None
+        opened = distributed.all_reduce(torch.tensor([float(memory is not None)]))
+        return {ends: memory} if memory is not None and opened.item() == size else None
+
+    found = first_that_works([NamelessMemory(), NamedMemory(name_of_opening(group))], share)
+    return None if found is None else SharedSegment(found[ends].segment, lines, payload_bytes)
 
 
-def _or_none(open_segment: Any) -> SharedSegment | None:
+def name_of_opening(group: str) -> str:
+    """Part of a file name for one opening of one launch's group; `group` itself may hold any characters."""
+    return f"links-{hashlib.sha256(group.encode()).hexdigest()[:12]}-{secrets.token_hex(8)}"
+
+
+def _made(source: Source, ends: Pair, byte_count: int) -> str:
+    """The path under which the others find it; empty where it could not be had."""
     try:
-        segment: SharedSegment = open_segment()
+        return source.path(ends, source.make(ends, byte_count))
     except OSError:
+        return ""
+
+
+def _mapped_or_none(path: str, byte_count: int) -> Mapped | None:
+    try:
+        return mapped(path, byte_count)
+    except (OSError, ValueError):
         return None
-    return segment
 
 
-def _announce(name: str, distributed: TensorGroup) -> str:
-    """Rank 0's name on every rank."""
-    padded = torch.tensor(list(name.encode().ljust(NAME_BYTES)), dtype=torch.uint8)
+def _announce(path: str, distributed: TensorGroup) -> str:
+    """Rank 0's path on every rank."""
+    padded = torch.tensor(list(path.encode().ljust(PATH_BYTES)), dtype=torch.uint8)
     return bytes(distributed.broadcast(padded, root=0).tolist()).decode().strip()
 
 
