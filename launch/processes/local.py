@@ -6,9 +6,11 @@ import secrets
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +22,7 @@ from ...proto.channel import CoordinatorChannel
 from ...proto.commands import LinkOptions
 from ...proto.ids import Rank
 from .agent_lines import AgentLine, Ended, Order, Started, last_lines, signal_name
+from .lasting_thread import in_lasting_thread
 from .run_logs import AGENT_LOG
 from .signals import signals_ignored
 from .waiting_agent import (
@@ -108,7 +111,7 @@ class AgentWatch:
 
 
 class LocalLaunch:
-    """The agent and its workers; a context manager. Use it from a thread that outlives them.
+    """The agent and its workers; a context manager. May be entered in a thread that ends before they do.
 
     On leaving without an error the workers, told to end before, get `CLEAN_END_SECONDS`; with an error they are
     killed at once. Killing the agent is enough in any case: the kernel then ends its workers.
@@ -134,6 +137,7 @@ class LocalLaunch:
         self._ahead = ahead
         self._agent: WaitingAgent | None = None
         self._watch: AgentWatch | None = None
+        self._over = threading.Event()
 
     def __enter__(self) -> Self:
         try:
@@ -172,12 +176,14 @@ class LocalLaunch:
             os.close(self._agent.report)
             self._agent.run_folder.close(told=str(self._agent.run_folder.path) in str(error))
             self._agent = self._watch = None
+            self._over.set()
 
     def _start(self) -> None:
         agent = None if self._ahead is None else self._ahead.take()
         if agent is None:
             modules = IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
-            agent = WaitingAgent.start(self._threads, self._device, modules)
+            start = partial(WaitingAgent.start, self._threads, self._device, modules)
+            agent = in_lasting_thread(start, self._over)
         self._agent = agent
         self._watch = AgentWatch(agent.report, agent.process, agent.run_folder.path)
         agent.order(Order(self._workers, self._group, self._worker_module, self._worker_arguments()))

@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from gearshift.coordinator.group.cluster import Cluster
+from gearshift.launch.processes.lasting_thread import LASTING_THREAD
 from gearshift.launch.processes.local import LocalLaunch, default_threads, local_cluster
 from gearshift.launch.settings.user_folders import logs_folder
 from gearshift.proto.channel import CoordinatorChannel
@@ -99,6 +101,26 @@ def test_a_group_starts_works_and_ends_clean(run_folders: Path) -> None:
     (folder,) = run_folders.iterdir()
     logs = [folder / f"rank-{rank}.log" for rank in range(3)]
     assert sorted(folder.iterdir()) == [folder / "agent.log", *logs]
+
+
+def test_a_group_outlives_the_thread_that_started_it() -> None:
+    with ExitStack() as stack:
+        one = local_cluster(workers=1, worker_module=FAKE_WORKER)
+        begun: list[Cluster] = []
+        starter = threading.Thread(target=lambda: begun.append(stack.enter_context(one)))
+        starter.start()
+        starter.join(30)
+        (cluster,) = begun
+        assert cluster.receive(0.3) is None  # the agent's end would be told here
+        cluster.broadcast(ReportMemory())
+        assert isinstance(cluster.receive(5), MemoryReported)
+        watched = Watched(children_of(os.getpid()))
+    with watched:
+        assert watched.left_after(0.1) == ()
+    for thread in threading.enumerate():
+        if thread.name == LASTING_THREAD:
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_kill_of_a_worker_is_told_at_once_by_rank_and_signal() -> None:
