@@ -4,6 +4,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from dataclasses import dataclass
@@ -95,8 +96,13 @@ def _has_ended(run: Path) -> bool:
     try:
         if not log.exists():
             return time.time() - run.stat().st_mtime > NEW_SECONDS
-        with log.open("rb") as file:
+        if not stat.S_ISREG(log.stat().st_mode):
+            return True  # no run of ours made it, and opening it may do anything
+        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # whatever lies there by now: never wait
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(file)
     except OSError:
         return False
     return True

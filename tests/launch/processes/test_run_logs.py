@@ -59,6 +59,15 @@ def test_a_folder_that_is_being_made_is_not_pruned(tmp_path: Path) -> None:
     assert not (tmp_path / "20200101-000000-1-aaaa").exists()
 
 
+def test_a_pipe_where_a_log_should_be_is_not_waited_for(tmp_path: Path) -> None:
+    odd = tmp_path / "20200101-000000-1-aaaa"
+    odd.mkdir()
+    os.mkfifo(odd / "agent.log")
+    ended_run(tmp_path, "20200102-000000-1-aaaa")
+    prune(tmp_path, kept_runs=1)
+    assert not odd.exists()
+
+
 def test_logs_are_for_their_user_alone(tmp_path: Path, stack: ExitStack) -> None:
     assert open_run(stack, tmp_path).path.stat().st_mode & 0o077 == 0
 
