@@ -73,9 +73,13 @@ def cards_as_text(cards: tuple[CardRow, ...]) -> str:
 
 
 def cards_told(environment: Mapping[str, str]) -> tuple[CardRow, ...] | None:
-    """Those that whoever started this process has read just before; None: nobody has."""
-    text = environment.get(CARDS_VARIABLE)
-    return None if text is None else msgspec.json.decode(text, type=tuple[CardRow, ...])
+    """Those that whoever started this process has read just before; None: nobody has, or it is no such table."""
+    if (text := environment.get(CARDS_VARIABLE)) is None:
+        return None
+    try:
+        return msgspec.json.decode(text.encode(errors="surrogateescape"), type=tuple[CardRow, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def parse_cards(lines: Sequence[str]) -> tuple[CardRow, ...]:

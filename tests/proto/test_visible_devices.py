@@ -155,3 +155,8 @@ def test_a_forked_worker_is_told_the_cards_and_does_not_ask(tmp_path: Path, monk
         assert asked() == ()
     assert not (tmp_path / "asked").exists()
     assert cards_told({}) is None
+
+
+@pytest.mark.parametrize("table", ["", "garbage", "[1]", "{}", '[{"device": null}]', "\udcff", "[" * 5000])
+def test_a_table_that_is_none_counts_as_not_told(table: str) -> None:
+    assert cards_told({CARDS_VARIABLE: table}) is None
