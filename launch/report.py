@@ -158,7 +158,7 @@ def phase_table(result: GenerationResult) -> "Table":
         )
         table.add_row("shift", f"{shift.source} to {shift.to}", moved, f"{shift.seconds:.4f}", "")
         hidden = max(0.0, shift.seconds - shift.exposed_seconds)
-        table.add_row("", "", "exposed: the answer waited for it", f"{shift.exposed_seconds:.4f}", "")
+        table.add_row("", "", "exposed: answer waited, with commit", f"{shift.exposed_seconds:.4f}", "")
         table.add_row("", "", "hidden: behind the prompt's work", f"{hidden:.4f}", "")
         if shift.hashes_equal is not None:
             equal = "equal" if shift.hashes_equal else "DIFFERENT"

@@ -39,7 +39,11 @@ class PrefillResult(Struct, frozen=True):
 
 
 class ShiftResult(Struct, frozen=True):
-    """Seconds of the slowest rank; bytes of all ranks together. `hashes_equal` None: not asked for."""
+    """Seconds of the slowest rank; bytes of all ranks together. `hashes_equal` None: not asked for.
+
+    `seconds` were spent on moving. `exposed_seconds` run from the first token to the commit, and hold the messages by
+    which ranks agree as well: behind little to move they are the longer ones.
+    """
 
     source: Layout
     to: Layout
