@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 import secrets
 import select
 import signal
@@ -20,6 +21,7 @@ import msgspec
 from ...coordinator.group.cluster import JOIN_TIMEOUT_SECONDS, SILENCE_SECONDS, Cluster, LaunchFailure
 from ...proto.channel import CoordinatorChannel
 from ...proto.commands import LinkOptions
+from ...proto.errors import InputError
 from ...proto.ids import Rank
 from .agent_lines import AgentLine, Ended, Order, Started, last_lines, signal_name
 from .lasting_thread import in_lasting_thread
@@ -34,6 +36,7 @@ from .waiting_agent import (
     default_threads,
 )
 
+FILES_OF_A_WORKER, FILES_OF_A_PEER = 32, 8  # what a worker has open at most, and for each rank; measured: 44 of two
 CLEAN_END_SECONDS = 5.0  # for workers that were told to end
 
 
@@ -179,6 +182,7 @@ class LocalLaunch:
             self._over.set()
 
     def _start(self) -> None:
+        check_open_files(self._workers)
         agent = None if self._ahead is None else self._ahead.take()
         if agent is None:
             modules = IMPORTED_AHEAD if self._worker_module == WORKER_MODULE else ()
@@ -249,6 +253,17 @@ def local_cluster(
         cluster.join()
         yield cluster
         cluster.shutdown()
+
+
+def check_open_files(workers: int) -> None:
+    """Raises `InputError` where workers could not open what they need: they would retry, and say so in a log alone."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_OF_A_WORKER + FILES_OF_A_PEER * workers
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise InputError(
+            f"a process may have {allowed} files open here, and a group of {workers} takes {needed}: "
+            "raise the limit (ulimit -n 1024)"
+        )
 
 
 def _state_of(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,11 +19,11 @@ import pytest
 
 from gearshift.coordinator.group.cluster import Cluster
 from gearshift.launch.processes.lasting_thread import LASTING_THREAD
-from gearshift.launch.processes.local import LocalLaunch, default_threads, local_cluster
+from gearshift.launch.processes.local import LocalLaunch, check_open_files, default_threads, local_cluster
 from gearshift.launch.settings.user_folders import logs_folder
 from gearshift.proto.channel import CoordinatorChannel
 from gearshift.proto.commands import ReportMemory
-from gearshift.proto.errors import WorkerFailedError, WorkerLostError
+from gearshift.proto.errors import InputError, WorkerFailedError, WorkerLostError
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import MemoryReported
 from gearshift.tests.helpers.processes import Watched, children_of
@@ -101,6 +102,20 @@ def test_a_group_starts_works_and_ends_clean(run_folders: Path) -> None:
     (folder,) = run_folders.iterdir()
     logs = [folder / f"rank-{rank}.log" for rank in range(3)]
     assert sorted(folder.iterdir()) == [folder / "agent.log", *logs]
+
+
+def test_too_few_open_files_are_told_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, run_folders: Path
+) -> None:
+    limits = {"now": (20, 20)}
+    one = local_cluster(workers=2, worker_module=FAKE_WORKER)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    with pytest.raises(InputError, match="may have 20 files open here, and a group of 2 takes 48"), one:
+        raise AssertionError("it was started")
+    assert list(run_folders.iterdir()) == []
+    for enough in (48, resource.RLIM_INFINITY):
+        limits["now"] = (enough, enough)
+        check_open_files(2)
 
 
 def test_a_group_outlives_the_thread_that_started_it() -> None:
