@@ -43,6 +43,11 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
+def complain(text: str) -> None:
+    """The line that a command which could not do its work ends with."""
+    print(f"gearshift: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def load_progress(workers: int) -> Iterator[Callable[[Rank, int, int], None]]:
     """A bar over what all workers have read; call it with (rank, bytes done, bytes in all). On a terminal only."""

@@ -38,6 +38,11 @@ def open_standard_streams() -> None:
     sys.stderr = _text_stream(StandardStream(ERROR), sys.stderr)
 
 
+def drop_output() -> None:
+    """For a program that was interrupted: what is left to write must not wait for a reader at the process's end."""
+    _drop_all_else(OUTPUT)
+
+
 class StandardStream(io.RawIOBase):
     """The bytes of one of the three. Not closed with this object."""
 

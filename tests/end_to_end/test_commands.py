@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gearshift.launch.command_line import app
+from gearshift.launch.commands.application import app
 from gearshift.tests.helpers.commands import answer, cost, gearshift, tokens_file
 from gearshift.tests.helpers.layouts import some_ids
 from gearshift.tests.helpers.trace_checks import read_trace, total_seconds

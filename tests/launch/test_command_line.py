@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from gearshift.launch import command_line
 from gearshift.launch.command_line import run_command
+from gearshift.launch.commands import application
 from gearshift.proto.errors import WorkerLostError
 
 COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "plan", "calibrate", "config", "doctor")
@@ -26,7 +26,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
 
 
 def test_no_help_holds_what_rich_takes_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    group = typer.main.get_group(command_line.app)
+    group = typer.main.get_group(application.app)
     for name, command in group.commands.items():
         for parameter in command.params:
             assert "[" not in (getattr(parameter, "help", None) or ""), (name, parameter.name)
@@ -82,7 +82,7 @@ def test_a_bad_word_ends_with_two_and_one_line_that_names_it(
 def test_a_named_error_ends_with_its_own_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command_line, "app", _raising(WorkerLostError("the worker of rank 1 died")))
+    monkeypatch.setattr(application, "app", _raising(WorkerLostError("the worker of rank 1 died")))
     assert run_command([]) == 3
     assert capsys.readouterr().err == "gearshift: the worker of rank 1 died\n"
 
@@ -91,7 +91,7 @@ def test_a_fault_of_ours_shows_its_place_only_when_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("GEARSHIFT_DEBUG", raising=False)
-    monkeypatch.setattr(command_line, "app", _raising(ZeroDivisionError("division by zero")))
+    monkeypatch.setattr(application, "app", _raising(ZeroDivisionError("division by zero")))
     assert run_command([]) == 1
     assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setenv("GEARSHIFT_DEBUG", "0")
@@ -107,9 +107,22 @@ def test_an_interrupt_ends_with_130(
     def interrupted(**_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(command_line, "app", interrupted)
+    monkeypatch.setattr(application, "app", interrupted)
     assert run_command([]) == 130
     assert capsys.readouterr().err == "gearshift: interrupted\n"
+
+
+def test_an_interrupt_while_modules_are_imported_ends_with_130_and_no_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Early:\n"
+        "    def find_spec(name, *rest):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Early)\n"
+        "from gearshift.launch.command_line import main; main(['--version'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"gearshift: interrupted\n")
 
 
 def test_a_reader_that_leaves_is_no_error_to_talk_about(smollm2_path: Path) -> None:

@@ -67,6 +67,29 @@ def test_a_command_whose_stdout_is_full_says_so_and_ends_with_2() -> None:
     assert ended.stderr == b"gearshift: standard output: No space left on device\n"
 
 
+WRITES_UNTIL_INTERRUPTED = f"""
+import signal
+from gearshift.launch.processes.signals import exit_on_signals
+from gearshift.launch.processes.standard_streams import drop_output
+signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+with exit_on_signals():
+    try:
+        sys.stdout.write("x" * {LONG})
+    except SystemExit:
+        drop_output()
+        raise
+"""
+
+
+def test_a_full_pipe_does_not_hold_back_an_interrupted_program() -> None:
+    read_end, write_end = os.pipe()
+    ended = _run(WRITES_UNTIL_INTERRUPTED, stdout=write_end)
+    os.close(write_end)
+    os.close(read_end)
+    assert (ended.returncode, ended.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("environment", [{}, {"PYTHONUNBUFFERED": "1"}])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_pipe_that_its_parent_left_non_blocking_loses_nothing(
