@@ -1,6 +1,6 @@
 """What every socket has: a context of its own, bounded queues and linger, keep-alives, and CURVE with keys."""
 
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -17,6 +17,7 @@ CONNECTION_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+MOST_TOLD = 200  # characters of an address that is none
 _DOMAIN = "gearshift"  # of the authenticator: one key file, one domain
 _EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")
 
@@ -129,13 +130,31 @@ def generate_keys() -> KeyPair:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host and port of `tcp://HOST:PORT`; an IPv6 host keeps its brackets. `InputError` for anything else."""
+    """Host and port of `tcp://HOST:PORT`; an IPv6 host keeps its brackets. `InputError` for anything else.
+
+    What passes has no control characters: messages may name it as it is.
+    """
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
-    number_is_good = port in ("*", "0") or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
-    if scheme != "tcp" or not separator or not colon or not host or not number_is_good:
-        raise InputError(f"an address is written tcp://HOST:PORT, not {address!r}")
+    good = scheme == "tcp" and bool(separator and colon) and address.isprintable() and _is_host(host)
+    if not good or not _is_port(port):
+        told = address if len(address) <= MOST_TOLD else f"{address[:MOST_TOLD]}..."
+        raise InputError(f"an address is written tcp://HOST:PORT, not {told!r}")
     return host, port
+
+
+def _is_port(port: str) -> bool:
+    return port == "*" or (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536)
+
+
+def _is_host(host: str) -> bool:
+    """Whether it may be a name or an address: brackets go round IPv6 addresses, and nowhere else."""
+    if "[" not in host and "]" not in host:
+        return bool(host)
+    try:
+        return host.startswith("[") and host.endswith("]") and bool(IPv6Address(host[1:-1]))
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -131,6 +131,7 @@ class ClientChannel(Channel):
         _watch_silence(self._socket)
         self._events = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         self._stood = False
+        self._answered = False
         self.address = ""
 
     @classmethod
@@ -161,15 +162,22 @@ class ClientChannel(Channel):
         """The next reply, None when there is none now.
 
         Raises `ServerLostError` when the connection broke and all that came before has been received: a new
-        connection would be another client to the coordinator. Raises `ProtocolError` on a bad frame.
+        connection would be another client to the coordinator; and on a bad frame before any good one: that is no
+        coordinator. Raises `ProtocolError` on a later one.
         """
         while self._socket.poll(0):
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if frames == [_PROBE]:
                 continue
-            if len(frames) != 1:
-                raise ProtocolError(f"a reply has 1 frame, not {len(frames)}")
-            return decode_reply(frames[0])
+            try:
+                reply = _reply(frames)
+            except ProtocolError as error:
+                if self._answered:
+                    raise
+                told = f"what listens at {self.address} is no coordinator, or one of another version: {error}"
+                raise ServerLostError(told) from error
+            self._answered = True
+            return reply
         while self._events.poll(0):
             if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood = True
@@ -177,9 +185,16 @@ class ClientChannel(Channel):
                 raise ServerLostError(f"the connection to the coordinator at {self.address} broke")
             else:
                 raise ServerLostError(
-                    f"what listens at {self.address} refused the connection: is the key file the coordinator's?"
+                    f"what listens at {self.address} refused the connection: is the key file the coordinator's? Or it "
+                    "is no coordinator"
                 )
         return None
+
+
+def _reply(frames: list[bytes]) -> AnyReply:
+    if len(frames) != 1:
+        raise ProtocolError(f"a reply has 1 frame, not {len(frames)}")
+    return decode_reply(frames[0])
 
 
 def _watch_silence(socket: "zmq.Socket[bytes]") -> None:

@@ -24,7 +24,9 @@ def wait_for_listener(address: str, timeout_seconds: float, tell: Callable[[str]
     `InputError` for an address that is none.
     """
     host, port = split_address(address)
-    if port in ("*", "0"):
+    if host == "*":
+        raise InputError(f"{address} names no host to connect to")
+    if port == "*" or int(port) == 0:
         raise InputError(f"{address} names no port to connect to")
     begun = time.monotonic()
     patience = min(STARTING_SECONDS, timeout_seconds)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 import gearshift
-from gearshift.proto.channel import ClientListener, ServerLostError, generate_keys
+from gearshift.proto.channel import ClientChannel, ClientListener, ServerLostError, generate_keys
 from gearshift.proto.client_messages import (
     AnyReply,
     AskStatus,
@@ -174,6 +174,32 @@ def test_something_else_that_listens_there_is_said_to_be_no_coordinator() -> Non
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ServerLostError, match=r"did not answer within 0\.2 s: it is no coordinator"):
             gearshift.Client(address, timeout_seconds=0.2)
+
+
+def receive_soon(channel: ClientChannel) -> AnyReply:
+    """The connection's own events end a wait too."""
+    for _ in range(20):
+        channel.wait(5)
+        if (reply := channel.receive()) is not None:
+            return reply
+    raise AssertionError("no reply came")
+
+
+def test_one_that_answers_by_what_is_no_reply_is_said_to_be_no_coordinator() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        with ClientChannel.connect(address) as channel:
+            channel.send(AskStatus(1))
+            peer, _ = router.recv_multipart()
+            router.send_multipart([peer, b"HTTP/1.0 400 Bad request"])
+            with pytest.raises(ServerLostError, match=f"what listens at {address} is no coordinator"):
+                receive_soon(channel)
+            router.send_multipart([peer, encode(Refused(1, RefusalKind.PROTOCOL, "no"))])
+            assert isinstance(receive_soon(channel), Refused)
+            router.send_multipart([peer, b"garbage"])
+            with pytest.raises(ProtocolError, match="not a valid message"):
+                receive_soon(channel)
 
 
 def test_another_protocol_version_is_refused(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from gearshift.launch.command_line import run_command
-from gearshift.proto.channel import reach, wait_for_listener
+from gearshift.proto.channel import reach, split_address, wait_for_listener
 from gearshift.proto.errors import InputError, ServerLostError
 
 
@@ -80,11 +80,28 @@ def test_who_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*", f"tcp://{64 * chr(228)}:5", "127.0.0.1:5"]
-)
+    "address",
+    [
+        "tcp://127.0.0.1:0", "tcp://127.0.0.1:000", "tcp://127.0.0.1:*", "tcp://*:5998", f"tcp://{64 * chr(228)}:5",
+        "127.0.0.1:5", "tcp://[::1:5", "tcp://::1]:5", "tcp://[[::1]]:5998", "tcp://[]:5", "tcp://[host]:5", "tcp://:5",
+        "tcp://127.0.0.1:65536", f"tcp://127.0.0.1:{'9' * 5000}",
+    ],
+)  # fmt: skip
 def test_an_address_that_nobody_could_have_is_refused(address: str) -> None:
     with pytest.raises(InputError):
         wait_for_listener(address, 5)
+
+
+@pytest.mark.parametrize("address", ["tcp://host\x1b[31m:5", "tcp://host:5\n", "\x1b]0;tcp://host:5", "tcp://\udc80:5"])
+def test_control_characters_of_an_address_do_not_reach_the_terminal(address: str) -> None:
+    with pytest.raises(InputError) as refused:
+        split_address(address)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("host", ["[::1]", "[fe80::1%eth0]", "[::]", "localhost", "*", "a-host.example"])
+def test_hosts_keep_their_brackets(host: str) -> None:
+    assert split_address(f"tcp://{host}:5998") == (host, "5998")
 
 
 @pytest.mark.parametrize("command", ["run -p a", "chat"])
