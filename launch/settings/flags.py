@@ -155,7 +155,7 @@ KvTypeFlag = Annotated[
 ExactActivations = Annotated[
     bool | None,
     typer.Option(
-        "--exact-activations",
+        "--exact-activations/--no-exact-activations",
         help="On GPUs answers are written without activations in int8: slower. On CPU they never are.",
         rich_help_panel=GROUP,
     ),

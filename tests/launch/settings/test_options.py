@@ -84,6 +84,7 @@ def test_exact_activations_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPa
     assert group_settings(exact_activations=True).exact_activations
     monkeypatch.setenv("GEARSHIFT_EXACT_ACTIVATIONS", "on")
     assert group_settings().exact_activations
+    assert not group_settings(exact_activations=False).exact_activations
 
 
 def test_flags_for_tests_of_slow_links_reach_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
