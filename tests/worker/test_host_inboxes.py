@@ -1,26 +1,28 @@
 """Inboxes in host memory, by threads that play the ranks: a step that fails on one fails on all, and nobody waits."""
 
 import gc
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from gearshift.worker.links import inboxes
+from gearshift.worker.links.host_memory import Mapped, NamedMemory, NamelessMemory, Pair, Source, mapped
 from gearshift.worker.links.inboxes import Inboxes, _on_host, _Ranks
 
 SIZE = 3
 WORDS = 2000
 GROUP = f"test{os.getpid()}"
 LIMIT_SECONDS = 20.0
+PATH = Path(f"/dev/shm/gearshift-inboxes-{hashlib.sha256(GROUP.encode()).hexdigest()[:16]}-0-{SIZE - 1}")
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Member:
     def all_reduce(self, number: Tensor) -> Tensor:
         self.group.told[self.rank] = number
         self.group.barrier.wait()
-        total = sum(self.group.told.values(), torch.zeros(1))
+        total = sum(self.group.told.values(), torch.zeros_like(number))
         self.group.barrier.wait()
         return total
 
@@ -89,7 +91,7 @@ def opened() -> list[Inboxes | Exception]:
 
 
 def nothing_is_left() -> bool:
-    return not Path(f"/dev/shm/gearshift-inboxes-{GROUP[:16]}").exists()
+    return not list(Path("/dev/shm").glob(f"{PATH.name}*"))
 
 
 def test_what_one_rank_writes_into_anothers_inbox_is_there() -> None:
@@ -102,38 +104,70 @@ def test_what_one_rank_writes_into_anothers_inbox_is_there() -> None:
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("step", ["make them", "map them", "register them"])
-def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing_once(way: Callable[..., Any]) -> Callable[..., Any]:
-        calls: list[int] = []
+def refuse_memory(source: type[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Source, pair: Pair, byte_count: int) -> tuple[int, int]:
+        raise OSError("no room")
 
-        def failing(*arguments: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 1:
-                raise OSError("no room")
-            return way(*arguments)
+    monkeypatch.setattr(source, "make", refused)
 
-        return failing
 
-    if step == "make them":
-        monkeypatch.setattr(os, "posix_fallocate", failing_once(os.posix_fallocate))
-    elif step == "map them":
-        monkeypatch.setattr(inboxes, "_map", failing_once(inboxes._map))
+def fail_to_map(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, whichever comes first, memory whose path begins so."""
+    failed: list[str] = []
+
+    def mapped_or_not(path: str, byte_count: int) -> Mapped:
+        kind = path.split("/")[1]
+        if kind in kinds and kind not in failed:
+            failed.append(kind)
+            raise ValueError("shorter")
+        return mapped(path, byte_count)
+
+    monkeypatch.setattr(inboxes, "mapped", mapped_or_not)
+
+
+def test_memory_has_no_name_where_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_memory(NamedMemory, monkeypatch)
+    assert all(isinstance(one, Inboxes) for one in opened())
+
+
+@pytest.mark.parametrize("step", ["make", "map"])
+def test_where_one_rank_cannot_reach_memory_without_a_name_all_take_a_file(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step == "make":
+        refuse_memory(NamelessMemory, monkeypatch)
     else:
-        drivers = chain([Driver(refuses=True)], repeat(Driver()))
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: next(drivers))
-    assert all(isinstance(one, RuntimeError) and step in str(one) for one in opened())
+        fail_to_map(("proc",), monkeypatch)
+    found = opened()
+    whole = [one.keep[1].view(SIZE, -1) for one in found if isinstance(one, Inboxes)]
+    whole[0][2, 7] = 1234
+    assert [int(view[2, 7]) for view in whole] == [1234] * SIZE
     assert nothing_is_left()
 
 
-def test_a_file_that_somebody_else_put_there_is_not_taken() -> None:
-    path = Path(f"/dev/shm/gearshift-inboxes-{GROUP[:16]}")
-    path.write_bytes(b"not ours")
+@pytest.mark.parametrize("step", ["make them", "map them", "register them"])
+def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if step == "make them":
+        refuse_memory(NamelessMemory, monkeypatch)
+        refuse_memory(NamedMemory, monkeypatch)
+    elif step == "map them":
+        fail_to_map(("proc", "dev"), monkeypatch)
+    else:
+        drivers = chain([Driver(refuses=True)], repeat(Driver()))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: next(drivers))
+    failures = opened()
+    assert all(isinstance(one, RuntimeError) and "inboxes: not all ranks can" in str(one) for one in failures)
+    assert nothing_is_left()
+
+
+def test_a_file_that_somebody_else_put_there_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_memory(NamelessMemory, monkeypatch)
+    PATH.write_bytes(b"not ours")
     try:
         assert all(isinstance(one, RuntimeError) for one in opened())
-        assert path.read_bytes() == b"not ours"
+        assert PATH.read_bytes() == b"not ours"
     finally:
-        path.unlink()
+        PATH.unlink()
 
 
 def test_inboxes_that_nobody_holds_any_more_are_not_left_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

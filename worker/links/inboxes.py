@@ -3,10 +3,10 @@
 Peer access is proven with data, not asked of the driver. Multicast is never used.
 """
 
-import mmap
+import hashlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .driver_words import PORTABLE_AND_MAPPED
+from .host_memory import (
+    PAGE_BYTES,
+    Mapped,
+    NamedMemory,
+    NamelessMemory,
+    Pair,
+    Source,
+    first_that_works,
+    mapped,
+)
 from .tensor_group import TensorGroup
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -64,6 +74,11 @@ class _Ranks:
         """Whether it is so on every rank."""
         return int(self.tensor.all_reduce(torch.tensor([float(here)], device=self.device)).item()) == self.size
 
+    def add_up(self, numbers: Sequence[int]) -> list[int]:
+        """Sums over the ranks, of whole numbers below 2^24: process ids end at 2^22."""
+        total = self.tensor.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=self.device))
+        return [int(number) for number in total.tolist()]
+
     def insist(self, here: bool, what: str) -> None:
         """RuntimeError on every rank where it is not so on one."""
         if not self.agree(here):
@@ -79,7 +94,7 @@ class _Ranks:
 def _or_none(attempt: Callable[[], Made]) -> Made | None:
     try:
         return attempt()
-    except (RuntimeError, OSError, AttributeError):
+    except (RuntimeError, OSError, ValueError, AttributeError):
         return None
 
 
@@ -100,17 +115,14 @@ def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
 
 def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     """Every step that can fail on one rank alone is agreed on: the others must not wait for it in the next."""
-    inbox_bytes = -(-4 * words // 4096) * 4096
-    path = f"/dev/shm/gearshift-inboxes-{group[:16]}"
+    inbox_bytes = -(-4 * words // PAGE_BYTES) * PAGE_BYTES
     byte_count = inbox_bytes * ranks.size
-    made = ranks.rank != 0 or _or_none(lambda: _make(path, byte_count)) is not None
-    try:
-        ranks.insist(made, "make them in /dev/shm")
-        segment = _or_none(lambda: _map(path, byte_count))
-        ranks.insist(segment is not None, "map them")
-    finally:
-        if ranks.rank == 0 and made:
-            os.unlink(path)
+    name = f"inboxes-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+    found = first_that_works([NamelessMemory(), NamedMemory(name)], lambda source: _share(source, byte_count, ranks))
+    if found is None:
+        raise RuntimeError("inboxes: not all ranks can map them")
+    ((_, memory),) = found.items()
+    segment = memory.segment
     whole = torch.frombuffer(segment, dtype=torch.int32)
     error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), byte_count, PORTABLE_AND_MAPPED))
     if error == 0:
@@ -128,24 +140,16 @@ def _unregister(address: int, device: torch.device) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _make(path: str, byte_count: int) -> str:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        os.posix_fallocate(file, 0, byte_count)  # a full /dev/shm must fail here, not where it is written
-    except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
-    return path
-
-
-def _map(path: str, byte_count: int) -> mmap.mmap:
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        return mmap.mmap(file, byte_count)
-    finally:
-        os.close(file)
+def _share(source: Source, byte_count: int, ranks: _Ranks) -> dict[Pair, Mapped] | None:
+    """Rank 0's memory, as all have it; None, on all ranks alike, where one has not."""
+    ends = (0, ranks.size - 1)
+    told = _or_none(lambda: source.make(ends, byte_count)) if ranks.rank == 0 else (0, 0)
+    if not ranks.agree(told is not None):
+        return None
+    assert told is not None
+    where = ranks.add_up(told)
+    memory = _or_none(lambda: mapped(source.path(ends, where), byte_count))
+    return {ends: memory} if ranks.agree(memory is not None) and memory is not None else None
 
 
 def _prove(views: list[Tensor], ranks: _Ranks) -> None:
