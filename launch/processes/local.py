@@ -278,7 +278,12 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> None:
     """Until our child has ended, and is reaped. `Popen.wait` looks every 50 ms: some of that at the end of each run."""
     if process.poll() is not None:
         return
-    descriptor = os.pidfd_open(process.pid)
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:  # none is left to open
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_seconds)
+        return
     try:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
@@ -289,9 +294,10 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> None:
 
 
 def _open_pids(pids: Sequence[int]) -> tuple[int, ...]:
+    """Those that can be opened: the kernel ends the others with their agent."""
     descriptors = []
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             descriptors.append(os.pidfd_open(pid))
     return tuple(descriptors)
 

@@ -1,5 +1,6 @@
 """Real processes: the agent, fake workers without torch, and every way to end them. Nothing may be left."""
 
+import errno
 import json
 import os
 import resource
@@ -116,6 +117,15 @@ def test_too_few_open_files_are_told_before_a_worker_starts(
     for enough in (48, resource.RLIM_INFINITY):
         limits["now"] = (enough, enough)
         check_open_files(2)
+
+
+def test_a_group_ends_clean_where_no_file_can_be_opened_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with ends_with(ArithmeticError, "the cause"):
+        monkeypatch.setattr(os, "pidfd_open", none_left)
+        raise ArithmeticError("the cause")
 
 
 def test_a_group_outlives_the_thread_that_started_it() -> None:
