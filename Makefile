@@ -14,7 +14,7 @@ KERNEL_TOOLS := $(KERNEL_TOOLS_FOLDER)/.ready
 
 DEMO_PROMPT := examples/lighthouse_prompt.txt
 
-.PHONY: help setup setup-tests demo test test-all check check-kernels kernels-interpreted kernels-compiled check-style check-types check-imports clean
+.PHONY: help setup setup-tests demo test test-all check check-kernels kernels-interpreted kernels-triton kernels-cuda check-style check-types check-imports clean
 
 help:
 	@echo "make setup      build $(VENV) from constraints.txt"
@@ -42,17 +42,20 @@ test-all: $(READY_TESTS)
 	$(RUN) pytest
 
 # Triton and NVRTC come with the CUDA build of torch; here they stand beside the CPU build, for this alone.
-# One half is interpreted while the other is compiled: neither uses more than one core.
+# Each of these uses one core: two at a time.
 check-kernels: $(KERNEL_TOOLS)
-	@$(MAKE) --no-print-directory --keep-going -j2 --output-sync=target kernels-interpreted kernels-compiled
+	@$(MAKE) --no-print-directory --keep-going -j2 --output-sync=target kernels-cuda kernels-triton kernels-interpreted
 
 CHECK_KERNELS = GEARSHIFT_CHECK_KERNELS=1 PYTHONPATH=$(KERNEL_TOOLS_FOLDER) $(RUN) pytest tests/worker/test_gpu_kernels.py
 
 kernels-interpreted: $(KERNEL_TOOLS)
 	$(CHECK_KERNELS) -k "interpreter and not choices"
 
-kernels-compiled: $(KERNEL_TOOLS)
-	$(CHECK_KERNELS) -k "choices or not interpreter"
+kernels-triton: $(KERNEL_TOOLS)
+	$(CHECK_KERNELS) -k "choices or not (interpreter or cuda_kernels)"
+
+kernels-cuda: $(KERNEL_TOOLS)
+	$(CHECK_KERNELS) -k "cuda_kernels"
 
 $(KERNEL_TOOLS): constraints.txt $(READY_TESTS)
 	rm -rf $(KERNEL_TOOLS_FOLDER)
