@@ -15,16 +15,12 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import combinations, pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gearshift.benchmarks.machine import machine_facts
-from gearshift.coordinator.chunks.flow_shop import longest_of_cuts, makespans_of_lists
 from gearshift.coordinator.chunks.plan import Limits
 from gearshift.coordinator.chunks.search import best_chunks
 from gearshift.coordinator.chunks.task import Task
@@ -33,6 +29,7 @@ from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.policy.forecast import Running
 from gearshift.coordinator.policy.planning import GroupSnapshot, plan_request
 from gearshift.proto.ids import RequestId
+from gearshift.tests.helpers.all_chunk_lists import best_of_all
 
 PROMPTS = (128, 512, 576, 2048, 4352, 8192, 32_768)
 SPEEDS = {
@@ -109,26 +106,6 @@ def own_time(repeats: int) -> dict[str, Any]:
         "prompts": PROMPTS, "microseconds": told, "most_warm": round(most_warm), "most_cold": round(most_cold),
         "goal": GOAL_MICROSECONDS,
     }  # fmt: skip
-
-
-@cache
-def every_list(pieces: int, apart: int) -> npt.NDArray[np.int64]:
-    """Ends of all chunk lists of so many grid steps: rows of ascending places, the end repeated."""
-    rows = [
-        cuts
-        for count in range(pieces)
-        for cuts in combinations(range(apart, pieces), count)
-        if all(after - before >= apart for before, after in pairwise(cuts))
-    ]
-    return np.array([cuts + (pieces,) * (pieces - len(cuts)) for cuts in rows])
-
-
-def best_of_all(task: Task) -> float:
-    ends = every_list(ceil(task.tokens / task.grid), task.minimum // task.grid) * task.grid
-    lists = np.diff(np.minimum(ends, task.tokens), axis=1, prepend=0)
-    seconds = makespans_of_lists(lists, task.cached, task.costs, task.decode_seconds)
-    longest = longest_of_cuts(np.cumsum(lists, axis=1).T.astype(np.float64), task.cached, task.costs)
-    return float(seconds[longest <= task.longest_seconds * (1 + 1e-9)].min())
 
 
 def random_task(draw: random.Random) -> Task:

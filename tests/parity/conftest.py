@@ -1,6 +1,7 @@
 """What tests on cards share: groups that stay up for a module, and small models of every quantisation."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,21 @@ from gearshift.tests.helpers.running_groups import RunningGroups, running_groups
 @pytest.fixture(scope="module")
 def on_cuda() -> Iterator[RunningGroups]:
     """Decode sums go one way: what is quickest may differ from load to load, and adds in another order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEARSHIFT_DECODE_SUMS", "one-shot")
-        with running_groups("cuda") as running:
-            yield running
+    with _groups_on_cuda("one-shot") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def on_cuda_by_nccl() -> Iterator[RunningGroups]:
     """Decode sums are NCCL's, inside the graphs."""
+    with _groups_on_cuda("nccl") as running:
+        yield running
+
+
+@contextmanager
+def _groups_on_cuda(decode_sums: str) -> Iterator[RunningGroups]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEARSHIFT_DECODE_SUMS", "nccl")
+        patch.setenv("GEARSHIFT_DECODE_SUMS", decode_sums)
         with running_groups("cuda") as running:
             yield running
 

@@ -75,14 +75,20 @@ SHAPES = [(50, 1024, 16, (1, 3, 2), 2), (40, 512, 9, (2, 2, 1), 1), (17, 256, 2,
 RAGGED_SHAPES = [(37, 448, 3, (1, 8, 2), 2), (20, 576, 16, (1, 2, 1), 1)]  # columns end within a span
 
 
-def compiled(text: str, folder: str, card: int, entry: str = ENTRY) -> ctypes.CDLL:
-    """For a card of that capability, times 100. Of what is written twice the first is an instruction."""
-    for name in INSTRUCTIONS:
+def compiled(
+    text: str, folder: str, card: int, entry: str = ENTRY, header: Path = HEADER,
+    instructions: Sequence[str] = INSTRUCTIONS,
+) -> ctypes.CDLL:  # fmt: skip
+    """For a card of that capability, times 100. Of what is written twice the first is an instruction.
+
+    `instructions`: functions of the text for which the host has its own, in `header`.
+    """
+    for name in instructions:
         function = re.compile(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", flags=re.DOTALL)
         text, found = function.subn("", text, count=1)
         assert found == 1, name
     with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=folder, delete=False) as file:
-        file.write(f'#define __CUDA_ARCH__ {card}\n#include "{HEADER}"\n{text}{entry}')
+        file.write(f'#define __CUDA_ARCH__ {card}\n#include "{header}"\n{text}{entry}')
     library = f"{file.name}.so"
     subprocess.run(["g++", "-O1", "-w", "-shared", "-fPIC", "-o", library, file.name], check=True, timeout=120)
     return ctypes.CDLL(library)

@@ -4,9 +4,7 @@ As `batch_kernel_on_host`, and with TRITON_INTERPRET=1 for the activations.
 """
 
 import ctypes
-import re
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ import torch
 from gearshift.proto.device_sizes import MOST_ROWS
 from gearshift.tests.helpers.block_rows import random_block_rows
 from gearshift.tests.helpers.kernel_checks import relative_error
-from gearshift.tests.worker.batch_kernel_on_host import INSTRUCTIONS
+from gearshift.tests.worker import batch_kernel_on_host
 from gearshift.worker.kernels import block_source, quant_ops
 from gearshift.worker.kernels.block_source import Kernel
 from gearshift.worker.kernels.block_types import BLOCK_FORMATS, Blocks, blocks_from_gguf, expanded_blocks
@@ -61,15 +59,10 @@ Lines = list[tuple[str, float, float]]  # (what, found, most allowed)
 
 def compiled(text: str, function: str, folder: str, card: int) -> Launch:
     """For a card of that capability, times 100."""
-    for name in (*INSTRUCTIONS, "pick", "shared_place", "shared_word", "pack_f16"):
-        instruction = re.compile(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", flags=re.DOTALL)
-        text, found = instruction.subn("", text, count=1)
-        assert found == 1, name
-    with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=folder, delete=False) as file:
-        file.write(f'#define __CUDA_ARCH__ {card}\n#include "{HEADER}"\n{text}{ENTRY.format(call=CALLS[function])}')
-    made = f"{file.name}.so"
-    subprocess.run(["g++", "-O1", "-w", "-shared", "-fPIC", "-o", made, file.name], check=True, timeout=120)
-    library = ctypes.CDLL(made)
+    library = batch_kernel_on_host.compiled(
+        text, folder, card, ENTRY.format(call=CALLS[function]), HEADER,
+        (*batch_kernel_on_host.INSTRUCTIONS, "pick", "shared_place", "shared_word", "pack_f16"),
+    )  # fmt: skip
 
     def launch(grid: int, threads: int, tensors: list[torch.Tensor | None], numbers: list[int]) -> None:
         held = [torch.zeros(4) if tensor is None else tensor for tensor in tensors]
