@@ -52,13 +52,12 @@ def refuse_flags_of_the_group(arguments: Mapping[str, Any]) -> None:
 
 def open_client(address: str, key_file: str | None) -> "Client":
     """Connect. What keeps it waiting is told at once, and `ServerLostError` raised where nobody is there."""
-    from ..proto.channel import split_address, wait_for_listener
-    from ..proto.client import CONNECT_SECONDS, Client
+    from ..proto.channel import split_address
+    from ..proto.client import Client
 
     split_address(address)  # before the terminal is told of it
     with busy(f"looking for a coordinator at {address}"):
-        wait_for_listener(address, CONNECT_SECONDS, note)
-        return Client(address, key_file=key_file)
+        return Client(address, key_file=key_file, tell=note)
 
 
 def run_remotely(run: RemoteRun, flags: Mapping[str, object]) -> None:

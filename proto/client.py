@@ -57,10 +57,16 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, key_file: str | Path | None = None, timeout_seconds: float = CONNECT_SECONDS
+        self,
+        address: str,
+        *,
+        key_file: str | Path | None = None,
+        timeout_seconds: float = CONNECT_SECONDS,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
+        """`tell` hears at once what keeps it waiting, where a port refuses."""
         keys = None if key_file is None else read_keys(Path(key_file))
-        self._wire = ClientWire(address, keys, timeout_seconds)
+        self._wire = ClientWire(address, keys, timeout_seconds, tell)
         self.model = self._wire.greeted.model
         self.context_tokens = self._wire.greeted.context_tokens
         self.was_loading = self._wire.greeted.state is GroupState.LOADING  # the model, when this client connected

@@ -35,8 +35,11 @@ Inbox: TypeAlias = Callable[[Any], None]  # takes an AnyReply or a GearshiftErro
 class ClientWire:
     """Connects and greets on construction, each within `timeout_seconds`. Close it from any thread."""
 
-    def __init__(self, address: str, keys: KeyPair | None, timeout_seconds: float) -> None:
-        wait_for_listener(address, timeout_seconds)
+    def __init__(
+        self, address: str, keys: KeyPair | None, timeout_seconds: float, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """`tell`: as in `wait_for_listener`."""
+        wait_for_listener(address, timeout_seconds, tell)
         self._channel = ClientChannel.connect(address, keys)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
