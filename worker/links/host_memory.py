@@ -5,6 +5,7 @@ lies there outlives a process that is killed.
 """
 
 import ctypes
+import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -128,10 +129,19 @@ class NamedMemory:
 Source = NamelessMemory | NamedMemory
 
 
+def name_for(purpose: str, group: str) -> str:
+    """Part of a file's name that keeps launches apart; `group` itself may hold any characters."""
+    return f"{purpose}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+
+
 def first_that_works(
-    sources: Sequence[Source], share: Callable[[Source], dict[Pair, Mapped] | None]
+    name: str, share: Callable[[Source], dict[Pair, Mapped] | None]
 ) -> dict[Pair, Mapped] | None:
-    """What `share` makes of the first source that suits all ranks: it is collective, and answers alike on all."""
+    """What `share` makes of the first source that suits all ranks: it is collective, and answers alike on all.
+
+    `name`: of a file, where memory needs one.
+    """
+    sources: tuple[Source, ...] = NamelessMemory(), NamedMemory(name)
     for source in sources:
         try:
             if (found := share(source)) is not None:

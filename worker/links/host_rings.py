@@ -1,6 +1,5 @@
 """Rings in host memory that two processes have mapped and registered with their devices."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -10,17 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .driver_words import Driver
-from .host_memory import (
-    PAGE_BYTES,
-    HostWords,
-    Mapped,
-    NamedMemory,
-    NamelessMemory,
-    Pair,
-    Source,
-    first_that_works,
-    mapped,
-)
+from .host_memory import PAGE_BYTES, HostWords, Mapped, Pair, Source, first_that_works, mapped, name_for
 from .ring import LINE_BYTES, WORD_MASK, RingPlace, RingShape
 
 GIVEN_UP = 1
@@ -129,7 +118,6 @@ def open_rings(
 ) -> dict[Pair, HostRing] | None:
     """This rank's of all `pairs`; collective. None, on all ranks alike, where any could not have them."""
     mine, byte_count = [pair for pair in pairs if rank in pair], ring_bytes(shape)
-    name = f"{purpose}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
 
     def share(source: Source) -> dict[Pair, Mapped] | None:
         what = f"{purpose}: {len(pairs)} x {byte_count >> 10} KiB of host memory ({source.name})"
@@ -141,7 +129,7 @@ def open_rings(
         ways = {pair: source.path(pair, numbers) for pair, numbers in zip(pairs, told, strict=True)}
         return ranks.together(what, lambda: {pair: mapped(ways[pair], byte_count) for pair in mine})
 
-    memory = first_that_works([NamelessMemory(), NamedMemory(name)], share)
+    memory = first_that_works(name_for(purpose, group), share)
     if memory is None:
         return None
     what = f"{purpose}: host memory pinned"

@@ -3,7 +3,6 @@
 Peer access is proven with data, not asked of the driver. Multicast is never used.
 """
 
-import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,16 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .driver_words import PORTABLE_AND_MAPPED
-from .host_memory import (
-    PAGE_BYTES,
-    Mapped,
-    NamedMemory,
-    NamelessMemory,
-    Pair,
-    Source,
-    first_that_works,
-    mapped,
-)
+from .host_memory import PAGE_BYTES, Mapped, Pair, Source, first_that_works, mapped, name_for
 from .tensor_group import TensorGroup
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -117,8 +107,7 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     """Every step that can fail on one rank alone is agreed on: the others must not wait for it in the next."""
     inbox_bytes = -(-4 * words // PAGE_BYTES) * PAGE_BYTES
     byte_count = inbox_bytes * ranks.size
-    name = f"inboxes-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
-    found = first_that_works([NamelessMemory(), NamedMemory(name)], lambda source: _share(source, byte_count, ranks))
+    found = first_that_works(name_for("inboxes", group), lambda source: _share(source, byte_count, ranks))
     if found is None:
         raise RuntimeError("inboxes: not all ranks can map them")
     ((_, memory),) = found.items()

@@ -1,6 +1,5 @@
 """Makes every communicator at start, warms each with a transfer, and closes them: nothing is created lazily."""
 
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from ...proto.nccl_channels import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS
 from . import interfaces, mailbox, shared_memory
 from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
-from .host_memory import Mapped, NamedMemory, NamelessMemory, Pair, Source, first_that_works, mapped
+from .host_memory import Mapped, Pair, Source, first_that_works, mapped, name_for
 from .kv_moves import KvMoves
 from .options import no_peer_asked, settle
 from .pair_check import check_pairs
@@ -197,13 +196,13 @@ def _share(rank: int, size: int, group: str, distributed: TensorGroup) -> Shared
         opened = distributed.all_reduce(torch.tensor([float(memory is not None)]))
         return {ends: memory} if memory is not None and opened.item() == size else None
 
-    found = first_that_works([NamelessMemory(), NamedMemory(name_of_opening(group))], share)
+    found = first_that_works(name_of_opening(group), share)
     return None if found is None else SharedSegment(found[ends].segment, lines, payload_bytes)
 
 
 def name_of_opening(group: str) -> str:
-    """Part of a file name for one opening of one launch's group; `group` itself may hold any characters."""
-    return f"links-{hashlib.sha256(group.encode()).hexdigest()[:12]}-{secrets.token_hex(8)}"
+    """Part of a file name for one opening of one launch's group."""
+    return f"{name_for('links', group)}-{secrets.token_hex(8)}"
 
 
 def _made(source: Source, ends: Pair, byte_count: int) -> str:
