@@ -45,9 +45,7 @@ class ForkedWorkers:
 
     report_fd: int
     run_folder: Path
-    exit_codes: dict[int, int] = field(
-        default_factory=dict
-    )  # of those that ended, by rank; negative: a signal
+    exit_codes: dict[int, int] = field(default_factory=dict)  # of those that ended, by rank; negative: a signal
     pids: dict[int, int] = field(default_factory=dict)  # of all, by rank
     _running: list[ForkedWorker] = field(default_factory=list)
 
@@ -98,9 +96,7 @@ class ForkedWorkers:
             self._tell(self._ended(one, exit_code))
             self.exit_codes[one.rank] = exit_code
         for one, _ in ended:
-            os.waitpid(
-                one.pid, 0
-            )  # after the line: whoever reads it must not take another's process for ours
+            os.waitpid(one.pid, 0)  # after the line: whoever reads it must not take another's process for ours
             os.close(one.descriptor)
             self._running.remove(one)
 

@@ -7,6 +7,7 @@ import shutil
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -49,15 +50,19 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def open_run_folder(logs: Path, kept_runs: int) -> RunFolder:
-    """A new folder in `logs`; of the older runs that have ended the last `kept_runs` - 1 stay."""
-    remove_abandoned()
+def open_run_folder(logs: Path) -> RunFolder:
+    """A new folder in `logs`."""
     path, kept = _new_folder(logs)
     agent_log = (path / AGENT_LOG).open("wb")
     fcntl.flock(agent_log, fcntl.LOCK_SH)
-    if kept:
-        prune(logs, kept_runs)
     return RunFolder(path, agent_log, kept)
+
+
+def sweep_old_runs(logs: Path, kept_runs: int) -> None:
+    """Before a new run: of those that have ended the last `kept_runs` - 1 stay."""
+    remove_abandoned()
+    with suppress(OSError):  # no such folder yet, or none that can be read
+        prune(logs, kept_runs - 1)
 
 
 def prune(logs: Path, kept_runs: int) -> None:

@@ -40,7 +40,7 @@ def open_standard_streams() -> None:
 
 def drop_output() -> None:
     """For a program that was interrupted: what is left to write must not wait for a reader at the process's end."""
-    _drop_all_else(OUTPUT)
+    _lead_nowhere(OUTPUT)
 
 
 class StandardStream(io.RawIOBase):
@@ -88,7 +88,7 @@ class StandardStream(io.RawIOBase):
             except BlockingIOError:
                 self._wait(select.POLLOUT)
             except OSError as error:
-                _drop_all_else(self._descriptor)  # Python writes once more at exit, and would complain
+                _lead_nowhere(self._descriptor)  # Python writes once more at exit, and would complain
                 if self._descriptor == ERROR:
                     return memoryview(data).nbytes
                 raise self._ending(error) from None
@@ -110,10 +110,10 @@ def _open_if_closed(descriptor: int) -> None:
     try:
         os.fstat(descriptor)
     except OSError:
-        _drop_all_else(descriptor)
+        _lead_nowhere(descriptor)
 
 
-def _drop_all_else(descriptor: int) -> None:
+def _lead_nowhere(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     if nowhere == descriptor:  # the lowest free one
         os.set_inheritable(descriptor, True)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +12,7 @@ import msgspec
 
 from ..settings.user_folders import current_settings, logs_folder
 from .agent_lines import Order
-from .run_logs import RunFolder, open_run_folder
+from .run_logs import RunFolder, open_run_folder, sweep_old_runs
 from .signals import signals_deferred, signals_ignored
 
 WORKER_MODULE = "gearshift.worker"
@@ -36,25 +36,25 @@ class WaitingAgent:
     @classmethod
     def start(cls, threads: int, device: str, import_ahead: Sequence[str] = IMPORTED_AHEAD) -> Self:
         """From a thread that outlives it. `threads`: of each worker on the CPU."""
-        kept_runs = current_settings().whole_number("kept_runs")
-        with signals_deferred():  # else Ctrl-C may leave a folder, or the file that `tempfile` tries a folder with
-            run_folder = open_run_folder(logs_folder(), kept_runs)
-        read_end, write_end = os.pipe()
-        try:
-            process = subprocess.Popen(
-                _command(run_folder, write_end, threads, device, import_ahead),
-                stdin=subprocess.PIPE,
-                stdout=run_folder.agent_log,
-                stderr=run_folder.agent_log,
-                pass_fds=(write_end,),
-                start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
-            )
-        except BaseException:
-            os.close(read_end)
-            run_folder.discard()
-            raise
-        finally:
-            os.close(write_end)
+        sweep_old_runs(logs_folder(), current_settings().whole_number("kept_runs"))
+        with ExitStack() as undo:
+            with signals_deferred():  # else Ctrl-C may leave a folder, or the file that `tempfile` tries a folder with
+                run_folder = open_run_folder(logs_folder())
+                undo.callback(run_folder.discard)
+                read_end, write_end = os.pipe()
+                undo.callback(os.close, read_end)
+            try:
+                process = subprocess.Popen(
+                    _command(run_folder, write_end, threads, device, import_ahead),
+                    stdin=subprocess.PIPE,
+                    stdout=run_folder.agent_log,
+                    stderr=run_folder.agent_log,
+                    pass_fds=(write_end,),
+                    start_new_session=True,  # a Ctrl-C in the terminal is for the coordinator alone
+                )
+            finally:
+                os.close(write_end)
+            undo.pop_all()
         return cls(process, read_end, run_folder)
 
     def order(self, order: Order) -> None:

@@ -24,6 +24,7 @@ from .quant_planes import QUANTISED, Piece, Planes
 ROWS_TOGETHER = 256  # a result of other widths lies where the library's quick kernels cannot write it
 FEW_ROWS = quant_ops.LARGEST_BATCH
 
+
 class Workspace:
     """One buffer for all matrices of a rank; grows to what is asked for, at most EXPANDED_BYTES."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gearshift.launch.processes.run_logs import RunFolder, open_run_folder, prune
+from gearshift.launch.processes.run_logs import RunFolder, open_run_folder, prune, sweep_old_runs
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def ended_run(logs: Path, name: str) -> Path:
 
 
 def open_run(stack: ExitStack, logs: Path, kept_runs: int = 20) -> RunFolder:
-    run = open_run_folder(logs, kept_runs)
+    sweep_old_runs(logs, kept_runs)
+    run = open_run_folder(logs)
     stack.callback(run.close, told=False)
     return run
 
@@ -78,14 +79,15 @@ def test_where_the_state_folder_cannot_be_written_a_temporary_one_stands_in(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    run = open_run_folder(in_the_way / "logs", kept_runs=20)
+    sweep_old_runs(in_the_way / "logs", kept_runs=20)
+    run = open_run_folder(in_the_way / "logs")
     assert "no logs are kept" in capsys.readouterr().err
     assert run.path.parent == tmp_path
     open_run(stack, tmp_path / "elsewhere")  # another start does not touch a run that goes on
     assert run.path.exists()
     run.close(told=False)
     assert not run.path.exists()
-    told = open_run_folder(in_the_way / "logs", kept_runs=20)
+    told = open_run_folder(in_the_way / "logs")
     told.close(told=True)
     assert told.path.exists()
 
