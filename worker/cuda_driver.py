@@ -23,6 +23,7 @@ _HANDLE_OUT, _ADDRESS_OUT, _TEXT_OUT = (
 CALLS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (ctypes.c_int, _TEXT_OUT),
     "cuGetErrorString": (ctypes.c_int, _TEXT_OUT),
+    "cuCtxSetLimit": (_FLAGS, _SIZE),
     "cuModuleLoadData": (_HANDLE_OUT, ctypes.c_char_p),
     "cuModuleGetFunction": (_HANDLE_OUT, _POINTER, ctypes.c_char_p),
     # Function, blocks, threads, shared bytes, stream, arguments' addresses, none.

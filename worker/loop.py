@@ -30,7 +30,7 @@ from .heartbeat import Progress
 from .links.open import open_links
 from .loaded_model import LoadedModel, TickUnderWay
 from .loading import load_model
-from .memory import probe, return_unloaded
+from .memory import give_back_stacks, probe, return_unloaded
 from .weights.files_here import files_here
 
 LOOK_SECONDS = 0.001  # between two looks at a device that is at its steps
@@ -54,6 +54,7 @@ def run(
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments lie on
+        give_back_stacks(device)
     local = len(set(meeting.hosts)) == 1
     hooks = FaultHooks(faults, rank, meeting.start)
     opening = open_links(

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gearshift.tests.helpers.noted_library import NotedLibrary
 from gearshift.worker import memory
+from gearshift.worker.cuda_driver import CudaDriver
 
 CARD, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -43,3 +45,10 @@ def test_pinned_memory_goes_back_once_the_card_is_done(
 def test_on_a_cpu_nothing_is_asked_of_cards(given_back: list[str]) -> None:
     memory.return_unloaded(CPU)
     assert given_back == []
+
+
+def test_stacks_are_given_back_once_there_is_a_context(given_back: list[str]) -> None:
+    library = NotedLibrary()
+    memory.give_back_stacks(CARD, CudaDriver(library))
+    assert given_back == ["waited"]
+    assert library.notes == [("cuCtxSetLimit", [0, 0])], "no bytes a thread"
