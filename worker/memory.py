@@ -88,10 +88,10 @@ def return_unused(device: torch.device) -> None:
 
 
 def give_back_stacks(device: torch.device, driver: CudaDriver | None = None) -> None:
-    """Give back what the context of `device`, the current one, sets aside for the stacks of threads: 264 of its 619 MiB on an H200.
+    """Give back what the context of `device`, the current one, sets aside for the stacks of kernels' threads.
 
-    That is 1 KiB for each thread that the card can run at once; hardly a kernel here has a stack. What one does need
-    the driver adds at its first launch. Before any kernel waits for another rank: adding waits for what runs.
+    That is 1 KiB for each thread that the card can run at once, 264 of the context's 619 MiB on an H200; hardly a
+    kernel here has a stack. What one does need the driver adds at its first launch.
     """
     torch.cuda.synchronize(device)  # makes the context, where nothing has yet
     driver = cuda_driver() if driver is None else driver
