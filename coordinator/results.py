@@ -72,7 +72,8 @@ def _work_seconds(session: Session) -> float:
     rows = [seconds[:read] for seconds in session.chunk_seconds]
     if session.plan.prefill is Layout.LAYER and read:
         return makespan(rows)
-    return sum(min(chunk) for chunk in zip(*rows, strict=True))
+    together: list[float] = [min(chunk) for chunk in zip(*rows, strict=True)]
+    return sum(together)
 
 
 def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
