@@ -25,6 +25,7 @@ from typing import Any
 from gearshift.benchmarks.arguments import group_parser, numbers, settings_of
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.benchmarks.policy_cells import Chat, Grid, chat_facts, measure_chat
+from gearshift.benchmarks.policy_parts import LEGEND, parts_lines
 from gearshift.benchmarks.synthetic_models import write_model
 from gearshift.launch.commands.bench import on_cpu
 from gearshift.launch.settings.options import layout_settings
@@ -167,7 +168,7 @@ def main() -> None:
             try:
                 for cell in Grid(driver, ranks, options).cells(sizes):
                     cells.append(cell.facts())
-                    print(json.dumps(cells[-1]), flush=True)
+                    print("\n".join([json.dumps(cells[-1]), *parts_lines(cells[-1])]), flush=True)
                 if 0 < chat_tokens <= context:
                     seed = options.seed + 77_000_000
                     for one in measure_chat(driver, ranks, chat, chat_answer, options.blocks, seed):
@@ -198,6 +199,7 @@ def _tell_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """What the record says of them."""
     print(cells_table(cells))
     print(predicted_table(cells))
+    print("\n".join([LEGEND, *(line for cell in cells for line in parts_lines(cell))]))
     worst = max(cells, key=lambda cell: cell["regret"])
     plan_ms = [cell["plan_ms"] for cell in cells]
     most = max(cell["plan_ms_most"] for cell in cells)

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
+from gearshift.benchmarks.policy_parts import pair_parts
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.launch.bench.runs import (
@@ -64,6 +65,7 @@ class Cell:
             "plan_ms_most": 1e3 * max(run.plan_seconds for run in auto),
             "predicted_s": statistics.median(predicted) if predicted else None,
             "auto": _parts(auto),
+            "pairs": pair_parts(self.runs),
             "seconds": times,
         }
 

@@ -11,6 +11,7 @@ from ..proto.generation_result import (
     StageTimes,
 )
 from ..proto.ids import Layout, Rank
+from .chunks.flow_shop import makespan
 from .schedule.session import Session
 
 
@@ -47,8 +48,10 @@ def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
     chunks = session.plan.chunks[: session.chunks_handed_out]
     seconds = _between(times.started, times.prompt_read)
     stages = tuple(
-        StageTimes(Rank(rank), busy, waiting)
-        for rank, (busy, waiting) in enumerate(zip(session.busy_seconds, session.waiting_seconds, strict=True))
+        StageTimes(Rank(rank), sum(chunk_seconds), waiting)
+        for rank, (chunk_seconds, waiting) in enumerate(
+            zip(session.chunk_seconds, session.waiting_seconds, strict=True)
+        )
     )
     return PrefillResult(
         layout=session.plan.prefill,
@@ -59,7 +62,18 @@ def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
         chunk_reason=session.plan.chunk_reason,
         stages=stages,
         cached_tokens=session.plan.cached_tokens,
+        work_seconds=_work_seconds(session),
     )
+
+
+def _work_seconds(session: Session) -> float:
+    """Under tensor parallelism whoever came last to a chunk did not wait for the others: the least counts."""
+    read = min(map(len, session.chunk_seconds))  # of a request that was cut short not every stage has all
+    rows = [seconds[:read] for seconds in session.chunk_seconds]
+    if session.plan.prefill is Layout.LAYER and read:
+        return makespan(rows)
+    together: list[float] = [min(chunk) for chunk in zip(*rows, strict=True)]
+    return sum(together)
 
 
 def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:

@@ -36,6 +36,7 @@ class PrefillResult(Struct, frozen=True):
     chunk_reason: str
     stages: tuple[StageTimes, ...]
     cached_tokens: int = 0  # taken over from an earlier request; the chunks begin behind them
+    work_seconds: float = 0.0  # that the chunks alone need, each as long as it took, with nothing between them
 
 
 class ShiftResult(Struct, frozen=True):

@@ -11,6 +11,7 @@ from gearshift.benchmarks.floors import SUM_SECONDS, Comparison, Floors, links_h
 from gearshift.benchmarks.machine import machine_facts
 from gearshift.benchmarks.policy import cells_table, predicted_table
 from gearshift.benchmarks.policy_cells import Cell, Chat, chat_facts
+from gearshift.benchmarks.policy_parts import parts_lines
 from gearshift.benchmarks.unequal import Cut, cuts_to_try, told, verdict_of
 from gearshift.coordinator.chunks.plan import Auto, Fixed, Sqrt
 from gearshift.coordinator.costs.cost_model import ChunkCost
@@ -56,6 +57,16 @@ def test_predictions_are_held_against_auto_s_own_runs_part_by_part() -> None:
     assert one["auto"]["predicted_s"] == 0.9
     assert one["auto"]["measured_s"] == 1.1
     assert predicted_table([one]).splitlines()[2].split()[:2] == ["128", "-18"]
+
+
+def test_each_pair_is_told_by_part_as_predicted_and_as_measured() -> None:
+    one = cell(128, 64, 1.0, LAYER).facts()
+    assert one["pairs"]["tensor->tensor"]["predicted"] is None  # auto had no forecast of it
+    assert one["pairs"]["layer->tensor"]["measured"]["constant"] == pytest.approx(1.0 - 0.4 - 0.005 - 0.5)
+    lines = [line.split() for line in parts_lines(one)]
+    told = "128+64 lt* all 900.0/1000.0 (-10%) const 900.0/95.0 prompt 0.0/400.0 shift 0.0/5.0 answer 0.0/500.0"
+    assert lines[0][: len(told.split())] == told.split()
+    assert lines[1][:4] == ["128+64", "tt", "all", "-/1100.0"]
 
 
 def test_a_chat_is_compared_as_a_whole_and_turn_by_turn() -> None:

@@ -188,7 +188,7 @@ class Scheduler:
         chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
         if (chunk := chunk or tick.tensor_chunk) is not None:
             session = self._known(chunk.request)
-            session.busy_seconds[report.rank] += report.busy_seconds
+            session.chunk_seconds[report.rank].append(report.busy_seconds)
             session.waiting_seconds[report.rank] += report.waiting_seconds
 
     def _take_results(self, tick: RunTick, report: TickFinished) -> None:

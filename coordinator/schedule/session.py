@@ -47,7 +47,7 @@ class Session:
         self.error: str | None = None
         self.shift_reports: list[ShiftCommitted] = []
         self.hashes = HashQueries(ranks)
-        self.busy_seconds = [0.0] * ranks
+        self.chunk_seconds: list[list[float]] = [[] for _ in range(ranks)]  # by rank, as they were reported
         self.waiting_seconds = [0.0] * ranks
         self.chunks_handed_out = 0
         self._ranks = ranks

@@ -106,6 +106,7 @@ def test_a_request_is_answered_and_its_story_told(ranks: int) -> None:
     assert result.prefill.chunks == (16,) * 6 + (4,)
     assert [stage.busy_seconds for stage in result.prefill.stages] == [7.0] * ranks
     assert [stage.waiting_seconds for stage in result.prefill.stages] == [3.5] * ranks
+    assert result.prefill.work_seconds == 7.0 + ranks - 1
     assert result.prefill.seconds > 0
     assert result.prefill.tokens_per_second == pytest.approx(100 / result.prefill.seconds)
     assert (result.decode.steps, result.decode.layout) == (8, TENSOR if ranks > 1 else LAYER)

@@ -28,7 +28,7 @@ def timed_run(
     shift = ShiftResult(prefill, decode, 0.02, 0.005, 1 << 20, 0) if prefill is not decode else None
     result = GenerationResult(
         100, (), FinishReason.LENGTH,
-        PrefillResult(prefill, (64, 36), seconds / 2, 200 / seconds, "why", "how", ()), shift,
+        PrefillResult(prefill, (64, 36), seconds / 2, 200 / seconds, "why", "how", (), 0, 0.4 * seconds), shift,
         DecodeResult(decode, 9, seconds / 2, 18 / seconds),
         policy=(JourneyForecast(prefill, decode, predicted, 0.0, 0.0, 0.0, 0.0),) if predicted is not None else (),
     )  # fmt: skip
