@@ -13,7 +13,13 @@ FLAG_WORDS = 32  # of an inbox: a flag has 128 bytes of its own
 MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group: 64 MiB in f32
 KEPT_MASKS = 4  # of attention, for the layers to come
 EXPANDED_BYTES = 128 << 20  # most of the workspace that matrices are expanded into
+SHORT_CHUNK_ROWS = 512  # so few are multiplied as fast by twice as many pieces of half the size
 EXACT_BYTES = 16 << 20  # of blocks that are multiplied by exact activations, expanded at once to f32
+
+
+def expanded_bytes(chunk_rows: int) -> int:
+    """Most of the workspace that matrices are expanded into, for chunks of up to so many rows."""
+    return EXPANDED_BYTES // 2 if chunk_rows <= SHORT_CHUNK_ROWS else EXPANDED_BYTES
 
 
 def splits_for(context_tokens: int) -> int:

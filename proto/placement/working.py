@@ -13,7 +13,6 @@ from ..device_sizes import (
     BEST_BLOCK,
     DRAW_KEYS,
     EXACT_BYTES,
-    EXPANDED_BYTES,
     FLAG_WORDS,
     KEPT_MASKS,
     MOST_ROWS,
@@ -23,6 +22,7 @@ from ..device_sizes import (
     SPLITS,
     STEP_BATCHES,
     draw_group,
+    expanded_bytes,
     splits_for,
 )
 from ..ids import KvType, Layout
@@ -288,7 +288,7 @@ def _standing_bytes(
     if case.on_gpu:
         total += LIBRARY_BYTES + FRAGMENTS_BYTES
         if case.chunk_rows > MOST_ROWS:
-            total += max(_expanded_bytes(spec, placement, rank, layout) for layout in Layout)
+            total += _workspace_bytes(spec, placement, rank, case.chunk_rows)
             if _fused(spec):
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
@@ -302,8 +302,13 @@ def _standing_bytes(
     return total
 
 
-def _expanded_bytes(spec: ModelSpec, placement: Placement, rank: int, layout: Layout) -> int:
-    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked, at most EXPANDED_BYTES."""
+def _workspace_bytes(spec: ModelSpec, placement: Placement, rank: int, chunk_rows: int) -> int:
+    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked; at most what is allowed."""
+    return min(expanded_bytes(chunk_rows), 2 * max(_largest_values(spec, placement, rank, layout) for layout in Layout))
+
+
+def _largest_values(spec: ModelSpec, placement: Placement, rank: int, layout: Layout) -> int:
+    """Of the matrices that run together."""
     largest = 0
     for layer, _ in _parts_run(placement, rank, layout):
         numbers = range(placement.ranks) if layout is Layout.LAYER else (rank,)
@@ -315,7 +320,7 @@ def _expanded_bytes(spec: ModelSpec, placement: Placement, rank: int, layout: La
             if spec.layer_tensor(layer, name) is not None:
                 cuts = [layer_slice(spec, placement, layer, name, part) for part in numbers]
                 largest = max(largest, spec.hidden * sum(len(cut.held) for cut in cuts))
-    return min(EXPANDED_BYTES, 2 * largest)
+    return largest
 
 
 def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:

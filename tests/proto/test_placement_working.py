@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from gearshift.proto.device_sizes import EXACT_BYTES, EXPANDED_BYTES
+from gearshift.proto.device_sizes import EXACT_BYTES, EXPANDED_BYTES, expanded_bytes
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
-from gearshift.proto.placement.working import Working, WorkingCase, working
+from gearshift.proto.placement.working import Working, WorkingCase, chunk_bucket, working
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 SPEC = model_spec([layer_spec(16, 4, 2048, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")
@@ -70,15 +70,18 @@ def test_only_journeys_that_shift_stage_bundles() -> None:
     assert of(CASE, ranks=1).shift <= of(CASE, ranks=1).prefill
 
 
-def test_the_workspace_of_expanded_matrices_is_capped() -> None:
+@pytest.mark.parametrize("rows", [512, 513])
+def test_the_workspace_of_expanded_matrices_is_capped(rows: int) -> None:
     large = model_spec([layer_spec(32, 8, 65_536, key_width=128)], hidden=4096, vocab=100, types="Q8_0")
     small = model_spec([layer_spec(32, 8, 256, key_width=128)], hidden=4096, vocab=100, types="Q8_0")
-    alone = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),))
+    alone = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),), max_chunk_tokens=rows)
     found = [working(spec, place(spec, 1), 0, alone).standing for spec in (small, large)]
+    most = expanded_bytes(rows)
+    assert most == (EXPANDED_BYTES // 2 if rows == 512 else EXPANDED_BYTES)
     # The largest of the small model: q, k and v, 6,144 rows of 4,096 in bf16.
-    assert found[1] - found[0] > EXPANDED_BYTES - 2 * 6144 * 4096
-    gates = 2 * 2 * 65_536 * CASE.chunk_rows  # of a chunk, beside it
-    assert found[1] < EXPANDED_BYTES + gates + (208 << 20)
+    assert found[1] - found[0] > most - 2 * 6144 * 4096
+    gates = 2 * 2 * 65_536 * chunk_bucket(rows)  # of a chunk, beside it
+    assert found[1] < most + gates + (208 << 20)
 
 
 def test_a_chunk_of_few_rows_expands_nothing() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...proto.device_sizes import EXPANDED_BYTES
+from ...proto.device_sizes import EXPANDED_BYTES, expanded_bytes
 from . import quant_ops
 from .activations import Activations
 from .exchange import Exchange
@@ -34,9 +34,9 @@ class Workspace:
         self._flat = torch.empty(0, dtype=dtype, device=device)
         self._fixed = False
 
-    def fix(self, values: int) -> None:
-        """Room for any matrix of up to so many values, at one address for good: graphs hold it."""
-        self.matrix(1, min(values, EXPANDED_BYTES // 2))
+    def fix(self, values: int, chunk_rows: int) -> None:
+        """Room for any matrix of up to so many values, at one address for good: graphs of chunks hold it."""
+        self.matrix(1, min(values, expanded_bytes(chunk_rows) // 2))
         self._fixed = True
 
     def matrix(self, rows: int, columns: int) -> Tensor:

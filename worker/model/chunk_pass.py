@@ -109,7 +109,7 @@ class ChunkPass:
             self._buffers = Buffers.of(
                 self._decoder, self._placement, self._rank, self._most_rows, self._blocks
             )
-            self._decoder.reserve_workspace()
+            self._decoder.reserve_workspace(self._most_rows)
         buffers, rows = self._buffers, segment.rows
         bucket = chunk_bucket(rows)
         buffers.hidden[:rows].copy_(hidden_TD)

@@ -86,8 +86,8 @@ class DeviceDecoder(Decoder):
     def stage_of(self, layer: int) -> int:
         return self._stage_of_layer[layer]
 
-    def reserve_workspace(self) -> None:
-        """The workspace for dequantised matrices of layers, before a graph holds its address.
+    def reserve_workspace(self, chunk_rows: int) -> None:
+        """The workspace for dequantised matrices of layers, before a graph of chunks of so many rows holds its address.
 
         The head's rows, which many are wanted of at a time by no answer, go through it in pieces.
         """
@@ -97,7 +97,7 @@ class DeviceDecoder(Decoder):
             for matrices in zip(*map(_all_matrices, layer.parts), strict=True)
         ]
         if (workspace := _workspace(self._weights)) is not None:
-            workspace.fix(max(stacks))
+            workspace.fix(max(stacks), chunk_rows)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
