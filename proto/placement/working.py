@@ -303,7 +303,7 @@ def _standing_bytes(
 
 
 def _workspace_bytes(spec: ModelSpec, placement: Placement, rank: int, chunk_rows: int) -> int:
-    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked; at most what is allowed."""
+    """The workspace: the largest matrix in bf16, all parts that run side by side or stacked; so much at most."""
     return min(expanded_bytes(chunk_rows), 2 * max(_largest_values(spec, placement, rank, layout) for layout in Layout))
 
 
