@@ -37,6 +37,7 @@ class CaptureStream:
         self._keeps_cache = keeps_cache
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._first: Any = None
 
     def launch(self, work: Work) -> None:
         stream, current = self._opened(), torch.cuda.current_stream()
@@ -57,9 +58,20 @@ class CaptureStream:
         return graph.replay
 
     def _opened(self) -> torch.cuda.Stream:
-        """On the device that is current when it is first wanted."""
+        """On the device that is current when it is first wanted.
+
+        A graph of one launch stays for as long as the pool: torch takes back a pool whose graphs are all gone, as those
+        that were captured to be timed, and refuses its number from then on.
+        """
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            word, self._first = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+
+            def touch() -> None:
+                word.zero_()
+
+            with torch.cuda.stream(self._stream):
+                record(self._first, self._pool, touch, "a first graph")
         return self._stream
 
 
