@@ -20,8 +20,9 @@ from torch import Tensor
 from gearshift.tests.worker.staged_helpers import FakeStreams, made_ring
 from gearshift.tests.worker.test_ring import SHAPE, RecordedQueue
 from gearshift.worker.links import staging
+from gearshift.worker.links.agreement import RanksOfGroup
 from gearshift.worker.links.host_memory import Mapped, NamelessMemory, mapped
-from gearshift.worker.links.host_rings import RanksOfGroup, open_rings, pinned_ring, placed, ring_bytes
+from gearshift.worker.links.host_rings import open_rings, pinned_ring, placed, ring_bytes
 from gearshift.worker.links.kv_moves import KvMoves
 from gearshift.worker.links.pipeline import Incoming, Outgoing, StagedReceiver
 from gearshift.worker.links.ring import LINE_BYTES, FetchingEnd, SendingEnd, in_turn

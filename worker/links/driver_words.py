@@ -8,21 +8,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..cuda_driver import Call, cuda_driver
+from .pinning import PORTABLE_AND_MAPPED, Registers
 from .ring import CopyQueue
 
 WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 WRITE_BEHIND_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a memory barrier before the write
-PORTABLE_AND_MAPPED = 1 | 2  # flags of cuMemHostRegister, and of cudaHostRegister
 
 
-class Driver(Protocol):
+class Driver(Registers, Protocol):
     """What staged copies ask of a driver; in tests, lists instead of streams."""
-
-    def register(self, host: int, byte_count: int) -> int:
-        """Pin host memory for this device; the address of its first byte for streams' words."""
-
-    def release(self, host: int) -> None:
-        """It is no longer pinned."""
 
     def queue(self, stream: int) -> CopyQueue:
         """`stream`: its handle, which the caller keeps alive."""

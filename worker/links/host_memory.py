@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .driver_words import Driver
+from .pinning import Registers
 
 FOLDER = "/dev/shm"
 PAGE_BYTES = 4096
@@ -30,18 +30,18 @@ class Mapped:
     segment: mmap.mmap
     address: int
 
-    def pin(self, driver: Driver, byte_count: int) -> int:
-        """As `driver.register` of it all. From here on the mapping stays until `unpin`, whoever forgets it.
+    def pin(self, by: Registers, byte_count: int) -> int:
+        """As `by.register` of it all. From here on the mapping stays until `unpin`, whoever forgets it.
 
         Unmapped while it is pinned, its addresses would be others' soon, and copies of theirs would go to its pages.
         """
-        words = driver.register(self.address, byte_count)
+        words = by.register(self.address, byte_count)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.segment))
         return words
 
-    def unpin(self, driver: Driver) -> None:
+    def unpin(self, by: Registers) -> None:
         """No stream may use it any more. Once."""
-        driver.release(self.address)
+        by.release(self.address)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.segment))
 
     def words(self, line_bytes: int, count: int) -> "HostWords":

@@ -1,67 +1,15 @@
 """Rings in host memory that two processes have mapped and registered with their devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from .agreement import Ranks
 from .driver_words import Driver
 from .host_memory import PAGE_BYTES, HostWords, Mapped, Pair, Source, first_that_works, mapped, name_for
 from .ring import LINE_BYTES, WORD_MASK, RingPlace, RingShape
 
 GIVEN_UP = 1
 FAR_BEYOND = 1 << 30  # of what either end may have issued
-
-Made = TypeVar("Made")
-SumUp = Callable[[Tensor], object]
-
-
-class Ranks(Protocol):
-    """How the ranks come to one answer about what each tried."""
-
-    def together(self, what: str, attempt: Callable[[], Made]) -> Made | None:
-        """This rank's attempt; None, on all ranks alike, where any failed: it has told why. Collective."""
-
-    def add_up(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Sums over the ranks. Collective."""
-
-
-class RanksOfGroup:
-    """Over sums of a communicator that is there in any case: one of its own would take memory of every card."""
-
-    def __init__(
-        self, rank: int, size: int, device: torch.device, tell: Callable[[str], None], sum_up: SumUp = dist.all_reduce
-    ) -> None:
-        """`tell`: a line for the log of this rank. `sum_up`: of all ranks, into the tensor itself."""
-        self._rank, self._size, self.device, self._tell, self._sum_up = rank, size, device, tell, sum_up
-
-    def together(self, what: str, attempt: Callable[[], Made]) -> Made | None:
-        found: Made | None = None
-        try:
-            found = attempt()
-        except (RuntimeError, OSError, ValueError, AttributeError, MemoryError) as error:
-            self._tell(f"{what}: {type(error).__name__}: {error}")
-        here = int(found is not None)
-        return found if self.add_up([[here]]) == [[self._size]] else None
-
-    def add_up(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
-        counts = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self._sum_up(counts)
-        return counts.tolist()
-
-    def meet(self) -> None:
-        """What the device does from here on comes behind what all ranks have given theirs so far."""
-        self._sum_up(torch.zeros(1, device=self.device))
-
-    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
-        """Each number's greatest of all ranks. Collective; the same on all ranks."""
-        each = torch.zeros(self._size, len(numbers), dtype=torch.float64, device=self.device)
-        each[self._rank] = torch.tensor(numbers, dtype=torch.float64)
-        self._sum_up(each)
-        return tuple(each.amax(0).tolist())
 
 
 @dataclass(frozen=True, slots=True)

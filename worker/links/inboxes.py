@@ -5,21 +5,19 @@ Peer access is proven with data, not asked of the driver. Multicast is never use
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .driver_words import PORTABLE_AND_MAPPED
+from .agreement import RanksOfGroup
 from .host_memory import PAGE_BYTES, Mapped, Pair, Source, first_that_works, mapped, name_for
+from .pinning import RuntimeRegisters
 from .tensor_group import TensorGroup
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,62 +37,34 @@ def open_inboxes(
     None, on all ranks alike, where neither way works. `tensor`: how the ranks come to an agreement.
     """
     ranks = _Ranks(rank, size, device, tensor)
-    found = None
-    if peer:
-        found = _or_none(lambda: _on_devices(words, ranks))
-        if not ranks.agree(found is not None):
-            found = None
-    if found is None:
-        found = _or_none(lambda: _on_host(words, ranks, group))
-        if not ranks.agree(found is not None):
-            found = None
-    return found
+    found = ranks.together("on the devices", lambda: _on_devices(words, ranks)) if peer else None
+    return found or ranks.together("in host memory", lambda: _on_host(words, ranks, group))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """This rank among the others. The default group is not asked: it has no communicator, and is not to get one."""
+class _Ranks(RanksOfGroup):
+    """As their tensor group knows them. The default group is not asked: it has no communicator, and is to get none."""
 
-    rank: int
-    size: int
-    device: torch.device
-    tensor: TensorGroup
+    def __init__(self, rank: int, size: int, device: torch.device, tensor: TensorGroup) -> None:
+        def sum_up(numbers: Tensor) -> None:
+            numbers.copy_(tensor.all_reduce(numbers))
 
-    def agree(self, here: bool) -> bool:
-        """Whether it is so on every rank."""
-        return int(self.tensor.all_reduce(torch.tensor([float(here)], device=self.device)).item()) == self.size
+        # Nothing is told: cards without peer access are no news, and the other way is tried next.
+        super().__init__(rank, size, device, lambda _: None, sum_up)
 
-    def add_up(self, numbers: Sequence[int]) -> list[int]:
-        """Sums over the ranks, of whole numbers below 2^24: process ids end at 2^22."""
-        total = self.tensor.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=self.device))
-        return [int(number) for number in total.tolist()]
-
-    def insist(self, here: bool, what: str) -> None:
-        """RuntimeError on every rank where it is not so on one."""
-        if not self.agree(here):
-            raise RuntimeError(f"inboxes: not all ranks can {what}")
-
-    def meet(self) -> None:
+    def meet_on_host(self) -> None:
         """Return when every rank has arrived, host and device."""
         torch.cuda.synchronize(self.device)
-        self.tensor.barrier()
+        self.meet()
         torch.cuda.synchronize(self.device)
-
-
-def _or_none(attempt: Callable[[], Made]) -> Made | None:
-    try:
-        return attempt()
-    except (RuntimeError, OSError, ValueError, AttributeError):
-        return None
 
 
 def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric  # private, and only here
 
     device = ranks.device
-    mine = _or_none(lambda: symmetric.empty(words, dtype=torch.int32, device=device).zero_())
-    ranks.insist(mine is not None, "have them on their devices")
-    assert mine is not None
+    mine = ranks.together("memory", lambda: symmetric.empty(words, dtype=torch.int32, device=device).zero_())
+    if mine is None:
+        raise RuntimeError("inboxes: not all ranks can have them on their devices")
     assert dist.group.WORLD is not None
     handle = symmetric.rendezvous(mine, dist.group.WORLD.group_name)  # through the group's store
     views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(ranks.size)]
@@ -111,46 +81,50 @@ def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
     if found is None:
         raise RuntimeError("inboxes: not all ranks can map them")
     ((_, memory),) = found.items()
-    segment = memory.segment
-    whole = torch.frombuffer(segment, dtype=torch.int32)
-    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), byte_count, PORTABLE_AND_MAPPED))
-    if error == 0:
-        # Else the driver would hold the pages for good, and refuse whatever is mapped at this address next.
-        weakref.finalize(whole, _unregister, whole.data_ptr(), ranks.device).atexit = False
-    ranks.insist(error == 0, "register them with CUDA")
+    whole = ranks.together("pinned", lambda: _pinned(memory, byte_count, ranks.device))
+    if whole is None:
+        raise RuntimeError("inboxes: not all ranks can register them with CUDA")
     views = list(whole.view(ranks.size, -1))
     _prove(views, ranks)
     addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
-    return Inboxes(addresses, True, (segment, whole))
+    return Inboxes(addresses, True, (memory.segment, whole))
 
 
-def _unregister(address: int, device: torch.device) -> None:
+def _pinned(memory: Mapped, byte_count: int, device: torch.device) -> Tensor:
+    """All of it, pinned until nobody holds this tensor any more. Raises RuntimeError."""
+    registers = RuntimeRegisters(device)
+    whole = torch.frombuffer(memory.segment, dtype=torch.int32)
+    memory.pin(registers, byte_count)
+    # Else the driver would hold the pages for good, and refuse whatever is mapped at this address next.
+    weakref.finalize(whole, _unpin, memory, registers, device).atexit = False
+    return whole
+
+
+def _unpin(memory: Mapped, registers: RuntimeRegisters, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # the last step's kernels may still write there
-    torch.cuda.cudart().cudaHostUnregister(address)
+    memory.unpin(registers)
 
 
 def _share(source: Source, byte_count: int, ranks: _Ranks) -> dict[Pair, Mapped] | None:
     """Rank 0's memory, as all have it; None, on all ranks alike, where one has not."""
     ends = (0, ranks.size - 1)
-    told = _or_none(lambda: source.make(ends, byte_count)) if ranks.rank == 0 else (0, 0)
-    if not ranks.agree(told is not None):
+    told = ranks.together("memory", lambda: source.make(ends, byte_count) if ranks.rank == 0 else (0, 0))
+    if told is None:
         return None
-    assert told is not None
-    where = ranks.add_up(told)
-    memory = _or_none(lambda: mapped(source.path(ends, where), byte_count))
-    return {ends: memory} if ranks.agree(memory is not None) and memory is not None else None
+    (where,) = ranks.add_up([told])
+    return ranks.together("mapped", lambda: {ends: mapped(source.path(ends, where), byte_count)})
 
 
 def _prove(views: list[Tensor], ranks: _Ranks) -> None:
     """Each rank writes its mark into every inbox and finds all marks in its own. Leaves zeros."""
     rank = ranks.rank
-    ranks.meet()
+    ranks.meet_on_host()
     for view in views:
         view[rank] = 1000 + rank
-    ranks.meet()
+    ranks.meet_on_host()
     found = views[rank][: ranks.size].tolist()
-    ranks.meet()
+    ranks.meet_on_host()
     views[rank][: ranks.size] = 0
-    ranks.meet()
+    ranks.meet_on_host()
     if found != [1000 + peer for peer in range(ranks.size)]:
         raise RuntimeError(f"inbox of rank {rank}: found {found}")

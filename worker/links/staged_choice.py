@@ -50,7 +50,7 @@ class StagedTimes:
 
 
 class Meeting(Protocol):
-    """How the ranks meet, and tell each other what they measured (`host_rings.RanksOfGroup`)."""
+    """How the ranks meet, and tell each other what they measured (`agreement.RanksOfGroup`)."""
 
     device: torch.device
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import RanksOfGroup, SumUp
 from .driver_words import DriverWords
 from .host_memory import Pair
-from .host_rings import RanksOfGroup, SumUp, open_rings
+from .host_rings import open_rings
 from .kv_moves import KvMoves
 from .pipeline import PipelineEdges
 from .ring import RingShape
