@@ -12,14 +12,16 @@ from ..proto.placement.plan import Placement
 from .kernels.exchange import Exchange
 from .kernels.quant_matrix import QuantMatrix
 from .kv import KvStore
+from .links.agreement import RanksOfGroup
 from .links.open import Links
 from .memory import return_unused
 from .model.chunk_pass import ChunkPass
 from .model.decode_steps import DecodeSteps, can_step
-from .model.decode_sums import ChosenSums, DeviceClock, SumBench
+from .model.decode_sums import ChosenSums, SumBench
 from .model.device_decoder import DeviceDecoder
 from .model.layer_steps import LayerSteps, can_step_in_layers
 from .model.sum_choice import asked_way, choose
+from .model.sum_clock import DeviceClock
 from .weights.layer import Weights
 from .weights.load import WeightLoader
 
@@ -93,8 +95,13 @@ def _sums(
         down, layer.feed_forward_norm, layer.post_feed_forward_norm, spec.norm_epsilon, exchange,
         partial(_exchange, spec, placement, rank, device, links, peer=False), links.sum_by_backend,
     )  # fmt: skip
-    times = choose(bench, DeviceClock(links.tensor, rank, placement.ranks, device), asked_way())
+    ranks = RanksOfGroup(rank, placement.ranks, device, partial(_tell, rank), links.tensor.sum_in_place)
+    times = choose(bench, DeviceClock(ranks), asked_way())
     bench.check()
     if rank == 0:
-        print(f"gearshift worker: rank 0: {times.told()}", file=sys.stderr, flush=True)
+        _tell(rank, times.told())
     return ChosenSums(bench.exchanges[times.one_shot], links.sum_by_backend, times.by_nccl)
+
+
+def _tell(rank: int, words: str) -> None:
+    print(f"gearshift worker: rank {rank}: {words}", file=sys.stderr, flush=True)

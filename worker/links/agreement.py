@@ -21,6 +21,18 @@ class Ranks(Protocol):
         """Sums over the ranks. Collective."""
 
 
+class Meeting(Protocol):
+    """How the ranks meet, and tell each other what they measured."""
+
+    device: torch.device
+
+    def meet(self) -> None:
+        """What the device does from here on comes behind what all ranks have given theirs so far."""
+
+    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Each number's greatest of all ranks; nan where one is. Collective; the same on all ranks."""
+
+
 class RanksOfGroup:
     """Over `sum_up`, and never over a communicator of its own: that would take memory of every card."""
 
@@ -54,7 +66,7 @@ class RanksOfGroup:
         self._sum_up(torch.zeros(1, device=self.device))
 
     def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
-        """Each number's greatest of all ranks. Collective; the same on all ranks."""
+        """Each number's greatest of all ranks; nan where one is."""
         each = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=self.device)
         each[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         self._sum_up(each)

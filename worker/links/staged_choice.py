@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import torch
 
 from ...proto.errors import WorkerLostError
+from .agreement import Meeting
 
 COMPARED_BYTES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 PASSES = 3  # after one that is not counted; the best is taken
@@ -47,16 +47,6 @@ class StagedTimes:
             for byte_count, backend, staged in zip(self.byte_counts, self.backend, self.staged, strict=True)
         )
         return f"{self.what} {chosen} ({figures})"
-
-
-class Meeting(Protocol):
-    """How the ranks meet, and tell each other what they measured (`agreement.RanksOfGroup`)."""
-
-    device: torch.device
-
-    def meet(self) -> None: ...
-
-    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]: ...
 
 
 def compare(what: str, backend: Trial, staged: Trial, ranks: Meeting) -> StagedTimes:

@@ -3,7 +3,7 @@
 What is timed is what steps run: a product that sends its sums where it can, the sum, and the norm behind it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,15 +13,9 @@ from ..kernels import step_ops
 from ..kernels.activations import Activations, room_for
 from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
-from ..links.tensor_group import TensorGroup
 from .step_parts import check_peers
 from .steps import Work
 from .sum_choice import SumWay, Trial
-
-SUMS = 8  # one behind the other, beside one at which the ranks meet
-DELAYS = (3_000_000, 6_000_000, 12_000_000)
-"""Of each pass, beside one that compiles kernels, in cycles of the device (some 1.5 ms and more): meanwhile the host
-issues it. The best pass counts."""
 
 SumUp = Callable[[Tensor], object]
 
@@ -66,40 +60,6 @@ class ChosenSums:
     def of(self, size: int) -> StepSums:
         """For batches of that size."""
         return StepSums(self.exchange, self.sum_up if size in self.by_nccl else None)
-
-
-class DeviceClock:
-    """By the device's own events, behind a delay: what the host takes to issue is not in it.
-
-    The clock starts behind a first sum, where the ranks have met. A pass whose delay was over before the host had
-    issued all of it does not count, unless all were.
-    """
-
-    def __init__(self, ranks: TensorGroup, rank: int, size: int, device: torch.device) -> None:
-        self._ranks, self._rank, self._size, self._device = ranks, rank, size, device
-
-    def seconds(self, work: Work) -> float:
-        work()  # compiles
-        passes = []
-        for delay in DELAYS:
-            torch.cuda.synchronize(self._device)
-            self._ranks.barrier()
-            torch.cuda._sleep(delay)
-            work()
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            for _ in range(SUMS):
-                work()
-            ended.record()
-            late = begun.query()
-            ended.synchronize()
-            passes.append((late, begun.elapsed_time(ended) / 1e3 / SUMS))
-        return min(passes)[1]
-
-    def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
-        each = torch.zeros(self._size, len(numbers), device=self._device)
-        each[self._rank] = torch.tensor(numbers)
-        return tuple(self._ranks.all_reduce(each).amax(0).tolist())
 
 
 @dataclass(slots=True)

@@ -1,14 +1,15 @@
 """Which way a decode step's sums over the ranks go: by one-shot words between the cards or in host memory, or by NCCL.
 
 What is quickest here is measured when a model is loaded. A later way is taken only where it is clearly quicker, so that
-starts do not differ by noise. What is measured: `decode_sums`.
+starts do not differ by noise; where a time could not be measured (nan) the earlier way stays. What is measured:
+`decode_sums`; by which clock: `sum_clock`.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
+from math import inf, isnan
 from typing import Protocol
 
 from ...proto.device_sizes import STEP_BATCHES
@@ -37,7 +38,7 @@ Trial = Callable[[int], Work]
 class SumTimes:
     """Seconds of a sum over the ranks beside its product and norm, the slowest rank's, for each of MEASURED_ROWS.
 
-    At least one of the one-shot ways is there.
+    inf: somebody does not want it (`asked_way`); nan: it could not be timed. At least one one-shot way is there.
     """
 
     seconds: Mapping[SumWay, tuple[float, ...]]
@@ -74,7 +75,8 @@ class SumTimes:
 
 
 def _is_worth_it(seconds: float, earlier: float) -> bool:
-    return seconds < WORTH * earlier
+    """Never where one could not be timed, unless the earlier way is not wanted."""
+    return seconds < WORTH * earlier or earlier == inf != seconds
 
 
 def _measured_for(size: int) -> int:
@@ -82,6 +84,8 @@ def _measured_for(size: int) -> int:
 
 
 def _told(seconds: float) -> str:
+    if isnan(seconds):
+        return "not timed"
     return "left out" if seconds == inf else f"{seconds * 1e6:.1f} us"
 
 
@@ -98,7 +102,7 @@ class SumClock(Protocol):
     """Times this rank's work among the others'."""
 
     def seconds(self, work: Work) -> float:
-        """Of `work`, run some times, one behind the other. Collective."""
+        """Of `work`, run some times, one behind the other; nan where no time can be told. Collective."""
 
     def greatest(self, numbers: Sequence[float]) -> tuple[float, ...]:
         """Each number's greatest of all ranks. Collective; the same on all ranks."""
@@ -123,12 +127,18 @@ def choose(trials: SumTrials, clock: SumClock, asked: SumWay | None = None) -> S
     alone = [clock.seconds(trials.without(rows)) for rows in MEASURED_ROWS]
     seconds: dict[SumWay, tuple[float, ...]] = {}
     for way in SumWay:
-        if way is SumWay.HOST and seconds.get(SumWay.CARDS, (inf,))[0] <= QUICK_SECONDS:
+        # Neither where a host that is too busy to time one way would have to time another.
+        if way is SumWay.HOST and not seconds.get(SumWay.CARDS, (inf,))[0] > QUICK_SECONDS:
             continue
         if (trial := trials.by(way)) is not None:
             each = [clock.seconds(trial(rows)) for rows in MEASURED_ROWS]
-            seconds[way] = clock.greatest([max(0.0, one - other) for one, other in zip(each, alone, strict=True)])
+            seconds[way] = clock.greatest([_beside(*pair) for pair in zip(each, alone, strict=True)])
     return SumTimes(_as_asked(seconds, asked, clock))
+
+
+def _beside(seconds: float, alone: float) -> float:
+    """What the sum takes beside the rest. Not `max`, which makes 0 of nan."""
+    return 0.0 if seconds < alone else seconds - alone
 
 
 def _as_asked(
