@@ -5,6 +5,7 @@ WAY: shared (one host), distributed (as between hosts), refused (one host, but t
 Every rank makes every rank's inputs from seeds, so each can say by itself what must come out.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -18,9 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gearshift.worker.links import Links, open_links, shared_memory
+from gearshift.worker.links import Links, open_links, shared_memory, tensor_group
 from gearshift.worker.links.host_memory import FOLDER
 from gearshift.worker.links.open import name_of_opening
+from gearshift.worker.links.tensor_group import DistributedTensorGroup
 
 GROUP = f"test of {os.getppid()}"
 SIZES = (1, 3, 64, 577, 1536, 40_001, 300_007, 600_011)
@@ -57,7 +59,18 @@ def check_sums(links: Links) -> str:
     return digest(total) + "".join(seen)
 
 
+def along_the_ring(links: Links) -> DistributedTensorGroup | None:
+    """The same group as it gathers on cards, a row or two at a time."""
+    if not isinstance(links.tensor, DistributedTensorGroup):
+        return None
+    tensor_group.RING_BLOCK_BYTES = 200
+    ring = copy.copy(links.tensor)
+    ring._device = torch.device("cuda")
+    return ring
+
+
 def check_gathers(links: Links) -> str:
+    ring = along_the_ring(links)
     for seed, (lead, widths) in enumerate(
         [((), 5), ((1,), 33), ((3,), 7), ((2, 3), 11), ((1,), 300_001), ((0,), 4)]
     ):
@@ -69,6 +82,10 @@ def check_gathers(links: Links) -> str:
             for got, part in zip(gathered or [], parts, strict=links.rank == root):
                 assert torch.equal(got, part)
                 assert got.shape == part.shape
+            if ring is not None:
+                again = ring.gather(parts[links.rank], root, uneven)
+                assert (again is None) == (gathered is None)
+                assert all(map(torch.equal, again or [], gathered or []))
     return "same"
 
 
@@ -140,6 +157,10 @@ def check_moves(links: Links) -> str:
         assert torch.equal(arena[1:-1], truth)
         assert arena[0] == 255
         assert arena[-1] == 255
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        number = torch.arange(6).view(2, 3).to(dtype) + links.rank
+        links.kv.add_up(number)
+        assert torch.equal(number, torch.arange(6).view(2, 3) * links.size + sum(range(links.size)))
     return str(len(wanted))
 
 

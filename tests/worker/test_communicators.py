@@ -1,5 +1,6 @@
 """What is asked of torch for each way between ranks; NCCL itself is not there on the CPU."""
 
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gearshift.proto.nccl_channels import SMALL_BUFFERS
 from gearshift.worker.links import communicators as links_communicators
 from gearshift.worker.links.communicators import Communicators
 
 CARD = torch.device("cuda", 1)
-COLLECTIVE = re.compile(r"dist\.(all_reduce|all_gather|broadcast|barrier|reduce|gather|isend|irecv)\((.*)")
+COLLECTIVE = re.compile(
+    r"dist\.(all_reduce|all_gather|all_gather_into_tensor|broadcast|barrier|reduce|gather|isend|irecv)\((.*)"
+)
 
 
 @pytest.fixture
@@ -44,6 +48,19 @@ def test_each_group_on_cards_has_channels_and_options_of_its_own(
 def test_groups_on_the_cpu_have_none(asked: list[tuple[list[int] | None, dict[str, Any]]]) -> None:
     Communicators(torch.device("cpu"), 40.0).make(16, (1, 2))
     assert asked == [([1, 2], {"timeout": timedelta(seconds=40)})]
+
+
+def test_sizes_of_nccls_buffers_are_told_before_it_is_used_unless_the_user_has(
+    asked: list[tuple[list[int] | None, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SMALL_BUFFERS.environment:
+        monkeypatch.setenv(name, "77")
+    monkeypatch.delenv("NCCL_LL128_BUFFSIZE")
+    monkeypatch.setattr(links_communicators, "NCCL_USE", SMALL_BUFFERS)
+    Communicators(torch.device("cpu"), 40.0)
+    assert "NCCL_LL128_BUFFSIZE" not in os.environ
+    Communicators(CARD, 40.0)
+    assert (os.environ["NCCL_BUFFSIZE"], os.environ["NCCL_LL128_BUFFSIZE"]) == ("77", "1228800")
 
 
 def test_nothing_goes_through_the_default_group() -> None:

@@ -1,5 +1,6 @@
 """A process group of its own for each way between ranks; on GPUs with no more of NCCL's channels than the way needs."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -7,12 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...proto.nccl_channels import NCCL_USE
+
 
 class Communicators:
     """Makes them; collective: all ranks make the same ones in the same order, their own or not."""
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device, self._timeout = device, timedelta(seconds=timeout_seconds)
+        if device.type == "cuda":
+            for name, value in NCCL_USE.environment.items():  # NCCL reads it when the first is made
+                os.environ.setdefault(name, value)
 
     def make(self, channels: int, ranks: Sequence[int] | None = None) -> Any:
         """A group of these ranks (None: all). On a GPU its communicator is there when this returns.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .staged import StagedHandle, StagedLink
 from .throttle import Throttle
-from .waiting import finish, named_errors, wait_for
+from .waiting import named_errors, wait_for
 
 
 class MoveHandle:
@@ -119,13 +119,26 @@ class KvMoves:
         return self._staged.start(sends, receives, what)
 
     def add_up(self, number: Tensor) -> None:
-        """The sum over all ranks into `number` itself, behind all moves started before. Collective.
+        """The sum over all ranks into `number` itself, contiguous and small, behind all moves started before.
 
-        On CUDA it goes its way beside what other streams do.
+        Collective; the same bits on all ranks. On CUDA it goes its way beside what other streams do. By sends and
+        receives: for an all-reduce NCCL would make connections of its own, 12 MiB a channel over NVLink.
         """
-        if self._group is not None:
-            what = f"a sum of rank {self._rank} behind its KV moves"
-            finish(lambda: dist.all_reduce(number, group=self._group, async_op=True), self._timeout_seconds, what)
+        if self._group is None:
+            return
+        parts = [number if rank == self._rank else torch.empty_like(number) for rank in range(self._size)]
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        operations = [dist.P2POp(dist.irecv, parts[peer], peer, self._group) for peer in others]
+        operations += [dist.P2POp(dist.isend, number, peer, self._group) for peer in others]
+        what = f"a sum of rank {self._rank} behind its KV moves"
+        with named_errors(what):
+            works = dist.batch_isend_irecv(operations)
+        for work in works:
+            wait_for(work, self._timeout_seconds, what)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        number.copy_(total)
 
     def _arrived(
         self, wanted: Sequence[tuple[int, Tensor]], given: Sequence[tuple[int, Tensor]]

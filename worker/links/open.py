@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...proto.commands import LinkOptions
-from ...proto.nccl_channels import EDGE_CHANNELS, MOVE_CHANNELS, SUM_CHANNELS
+from ...proto.nccl_channels import NCCL_USE
 from . import interfaces, mailbox, shared_memory
 from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
@@ -144,9 +144,9 @@ def _make(
     throttle: Throttle | None,
 ) -> tuple[Links, Backend]:  # fmt: skip
     communicators = Communicators(device, timeout_seconds)
-    tensor_group = communicators.make(SUM_CHANNELS)
-    edge_groups = [communicators.make(EDGE_CHANNELS, (first, first + 1)) for first in range(size - 1)]
-    kv_group = communicators.make(MOVE_CHANNELS)
+    tensor_group = communicators.make(NCCL_USE.sums)
+    edge_groups = [communicators.make(NCCL_USE.edges, (first, first + 1)) for first in range(size - 1)]
+    kv_group = communicators.make(NCCL_USE.moves)
     distributed = DistributedTensorGroup(tensor_group, rank, size, device, timeout_seconds)
     shared = _share(rank, size, group, distributed) if local and device.type == "cpu" else None
     wait = FlagWait(timeout_seconds, more_ranks_than_cores(size))

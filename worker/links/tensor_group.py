@@ -10,6 +10,7 @@ from torch import Tensor
 from .waiting import finish
 
 GATHERED_BYTES = 64 << 10  # up to here every rank gathers all partials; above, each sums a stripe
+RING_BLOCK_BYTES = 4 << 20  # of all ranks' parts, that a rank holds which does not want them
 
 
 class TensorGroup(Protocol):
@@ -140,13 +141,31 @@ class DistributedTensorGroup:
         padded[..., : widths[self._rank]] = part
         parts = [torch.empty_like(padded) for _ in widths] if self._rank == root else None
         if padded.numel():
-            self._run(
-                f"gather to rank {root}",
-                lambda: dist.gather(padded, parts, dst=root, group=self._group, async_op=True),
-            )
+            what = f"gather to rank {root}"
+            if self._device.type == "cuda":
+                self._gather_along_ring(padded, parts, what)
+            else:
+                self._run(what, lambda: dist.gather(padded, parts, dst=root, group=self._group, async_op=True))
         if parts is None:
             return None
         return [whole[..., :width].contiguous() for whole, width in zip(parts, widths, strict=True)]
+
+    def _gather_along_ring(self, padded: Tensor, parts: list[Tensor] | None, what: str) -> None:
+        """All-gathers, which sums have connections for: NCCL's gather is of sends and receives, with others beside.
+
+        These would take 10 MiB a channel and peer of the root's card over NVLink, 2 of the others'.
+        """
+        rows = padded.view(-1, padded.shape[-1])
+        step = max(1, RING_BLOCK_BYTES // (self._size * rows[:1].nbytes))
+        for first in range(0, len(rows), step):
+            block = rows[first : first + step]
+            whole = block.new_empty((self._size, *block.shape))
+            self._all_gather_into(whole.view(-1), block.reshape(-1), what)
+            for into, found in zip(parts or (), whole, strict=False):
+                into.view(rows.shape)[first : first + step].copy_(found)
+
+    def _all_gather_into(self, whole: Tensor, part: Tensor, what: str) -> None:
+        self._run(what, lambda: dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         whole = tensor.contiguous()
