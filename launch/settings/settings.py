@@ -16,8 +16,10 @@ from ...proto.sampling import SamplingParameters
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
-# No settings: workers read them, to be tried without peer access and with faults on demand.
-VARIABLES_FOR_TESTS = frozenset({"GEARSHIFT_NO_PEER", "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"})
+# No settings: workers read them, to be tried without peer access, without NCCL and with faults on demand.
+VARIABLES_FOR_TESTS = frozenset(
+    {"GEARSHIFT_NO_PEER", "GEARSHIFT_NO_NCCL", "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"}
+)
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given

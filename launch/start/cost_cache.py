@@ -27,7 +27,9 @@ from ..console import note, warn
 from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
 
-SPEED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "GEARSHIFT_DECODE_SUMS", "OMP_NUM_THREADS")
+SPEED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "GEARSHIFT_NO_NCCL", "GEARSHIFT_DECODE_SUMS", "OMP_NUM_THREADS",
+)  # fmt: skip
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept

@@ -1,7 +1,8 @@
 """One rank of the link tests: opens links, runs every check in order, writes what it saw as JSON.
 
 usage: links_program.py CHECKS WAY OUTPUT   (rank and meeting point from the environment)
-WAY: shared (one host), distributed (as between hosts), refused (one host, but the last rank gets no shared memory)
+WAY: shared (one host), distributed (as between hosts), refused (one host, but the last rank gets no shared memory),
+staged (as on cards without NCCL, by streams that are threads)
 Every rank makes every rank's inputs from seeds, so each can say by itself what must come out.
 """
 
@@ -19,7 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gearshift.tests.worker import threaded_streams
 from gearshift.worker.links import Links, open_links, shared_memory, tensor_group
+from gearshift.worker.links import open as opening
 from gearshift.worker.links.host_memory import FOLDER
 from gearshift.worker.links.open import name_of_opening
 from gearshift.worker.links.tensor_group import DistributedTensorGroup
@@ -240,6 +243,10 @@ def main(checks: str, way: str, output: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if way == "refused" and rank == size - 1:
         shared_memory.usable_here = lambda: False  # type: ignore[assignment]
+    if way == "staged":
+        threaded_streams.install()
+        torch.cuda.empty_cache = lambda: None
+        opening.goes_without_nccl = lambda *_: True
     timeout_seconds = 1.5 if checks == "dead_peer" else 20.0
     seen = {}
     try:

@@ -17,7 +17,8 @@ from gearshift.worker.links import LinkFailedError, open_links
 
 PROGRAM = Path(__file__).with_name("links_program.py")
 ALL = "names,sums,gathers,broadcasts,pipeline,moves,mixed"
-SETUPS = [(2, "shared"), (3, "shared"), (4, "shared"), (3, "distributed"), (2, "refused")]
+STAGED = [pytest.param(size, "staged", marks=pytest.mark.slow) for size in (2, 3)]
+SETUPS = [(2, "shared"), (3, "shared"), (4, "shared"), (3, "distributed"), (2, "refused"), *STAGED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def test_many_mixed_operations_in_a_row_stay_in_step(outcome_of, size, way):
 @pytest.mark.parametrize(("size", "way"), SETUPS)
 def test_shared_memory_has_no_name_once_all_ranks_have_opened_it(outcome_of, size, way):
     outcome = outcome_of(size, way)
-    kind = "SharedTensorGroup" if way == "shared" else "DistributedTensorGroup"
+    kind = {"shared": "SharedTensorGroup", "staged": "StagedTensorGroup"}.get(way, "DistributedTensorGroup")
     assert results(outcome, "names") == [kind] * size
     assert outcome.left_behind == set()
 

@@ -8,7 +8,14 @@ import torch
 from gearshift.proto.commands import LinkOptions
 from gearshift.proto.errors import InputError
 from gearshift.worker.links.kv_moves import KvMoves, MoveHandle
-from gearshift.worker.links.options import NCCL_NO_PEER_VARIABLE, NO_PEER_VARIABLE, no_peer_asked, settle
+from gearshift.worker.links.options import (
+    NCCL_NO_PEER_VARIABLE,
+    NO_NCCL_VARIABLE,
+    NO_PEER_VARIABLE,
+    goes_without_nccl,
+    no_peer_asked,
+    settle,
+)
 from gearshift.worker.links.pipeline import Outgoing, PipelineEdges
 from gearshift.worker.links.tensor_group import LoneTensorGroup
 from gearshift.worker.links.throttle import MOST_SECONDS, Throttle, ThrottledTensorGroup
@@ -119,3 +126,17 @@ def test_no_peer_reaches_all_that_looks_at_the_environment(monkeypatch: pytest.M
     settle(LinkOptions(no_peer=True))
     assert no_peer_asked()
     assert no_peer_asked(NCCL_NO_PEER_VARIABLE)
+
+
+def test_without_nccl_cards_of_one_host_have_no_peer_access_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    for variable in (NO_PEER_VARIABLE, NCCL_NO_PEER_VARIABLE, NO_NCCL_VARIABLE):
+        monkeypatch.setenv(variable, "")
+    assert not goes_without_nccl(card, True)
+    monkeypatch.setenv(NO_NCCL_VARIABLE, "yes")
+    assert goes_without_nccl(card, True)
+    assert not goes_without_nccl(CPU, True)
+    with pytest.raises(InputError, match="GEARSHIFT_NO_NCCL is for workers of one host"):
+        goes_without_nccl(card, False)
+    settle(LinkOptions())
+    assert no_peer_asked()

@@ -70,7 +70,7 @@ class KvMoves:
     def __init__(
         self, group: Any, rank: int, size: int, timeout_seconds: float, throttle: Throttle | None = None
     ) -> None:
-        """`group`: None with one rank, which has nobody to move anything to."""
+        """`group`: None with one rank, which has nobody to move anything to, and where all of it is to be staged."""
         self._group = group
         self._rank = rank
         self._size = size
@@ -124,17 +124,10 @@ class KvMoves:
         Collective; the same bits on all ranks. On CUDA it goes its way beside what other streams do. By sends and
         receives: for an all-reduce NCCL would make connections of its own, 12 MiB a channel over NVLink.
         """
-        if self._group is None:
-            return
         parts = [number if rank == self._rank else torch.empty_like(number) for rank in range(self._size)]
         others = [rank for rank in range(self._size) if rank != self._rank]
-        operations = [dist.P2POp(dist.irecv, parts[peer], peer, self._group) for peer in others]
-        operations += [dist.P2POp(dist.isend, number, peer, self._group) for peer in others]
-        what = f"a sum of rank {self._rank} behind its KV moves"
-        with named_errors(what):
-            works = dist.batch_isend_irecv(operations)
-        for work in works:
-            wait_for(work, self._timeout_seconds, what)
+        sends = [(peer, _bytes_of(number)) for peer in others]
+        self.start(sends, [(peer, _bytes_of(parts[peer])) for peer in others]).order()
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -156,3 +149,7 @@ class KvMoves:
             raise ValueError(f"rank {self._rank} of {self._size} cannot move KV to or from rank {peer}")
         if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"KV moves as flat, contiguous bytes, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

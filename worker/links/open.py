@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from .communicators import Communicators
 from .errors import CollectiveTimeoutError, LinkFailedError
 from .host_memory import Mapped, Pair, Source, first_that_works, mapped, name_for
 from .kv_moves import KvMoves
-from .options import no_peer_asked, settle
+from .options import goes_without_nccl, no_peer_asked, settle
 from .pair_check import check_pairs
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
@@ -28,6 +28,7 @@ from .staging import Staging
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
 from .throttle import Throttle, ThrottledTensorGroup
 from .waiting import FlagWait, more_ranks_than_cores, named_errors
+from .without_nccl import staged_ways
 
 if TYPE_CHECKING:
     from .inboxes import Inboxes
@@ -97,36 +98,53 @@ def open_links(
     settle(options)
     speed = options.bytes_per_second
     throttle = None if speed is None else Throttle(speed, device)
-    _join(rank, world_size, device, local, timeout_seconds, coordinator)
-    staging: Staging | None = None
-    try:
+    without_nccl = goes_without_nccl(device, local)
+    backend = "gloo" if without_nccl or device.type == "cpu" else "nccl"
+    _join(rank, world_size, backend, local, timeout_seconds, coordinator)
+    with ExitStack() as joined:
+        joined.callback(dist.destroy_process_group)
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
-            links, backend = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
-            _warm(links, device, spoilt)
-            if local and device.type == "cuda":
-                staging = Staging(rank, world_size, device, group, timeout_seconds, backend.moves.add_up)
-                staging.open(links.kv, links.pipeline, backend.tensor, backend.moves)
+            if without_nccl:
+                ways = staged_ways(rank, world_size, device, group, timeout_seconds, throttle)
+                joined.callback(ways.staging.close)
+                tensor = _slowed(ways.tensor, world_size, rank, throttle)
+                links = Links(rank, world_size, tensor, ways.pipeline, ways.kv, device, group)
+                _warm(links, device, spoilt)
+            else:
+                links, backend_ways = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
+                _warm(links, device, spoilt)
+                if local and device.type == "cuda":
+                    _stage(links, backend_ways, timeout_seconds, joined)
+            if device.type == "cuda":
                 torch.cuda.empty_cache()  # what is free is what a model may take
         yield links
         links.pipeline.drain()
-    finally:
-        if staging is not None:
-            staging.close()
-        dist.destroy_process_group()
+
+
+def _stage(links: Links, backend: Backend, timeout_seconds: float, joined: ExitStack) -> None:
+    """What is faster staged in host memory goes that way."""
+    staging = Staging(
+        links.rank, links.size, links.device, links.group, timeout_seconds, backend.moves.add_up
+    )
+    joined.callback(staging.close)
+    staging.open(links.kv, links.pipeline, backend.tensor, backend.moves)
+
+
+def _slowed(group: TensorGroup, size: int, rank: int, throttle: Throttle | None) -> TensorGroup:
+    return group if throttle is None else ThrottledTensorGroup(group, size, rank, throttle)
 
 
 def _join(
-    rank: int, world_size: int, device: torch.device, local: bool, timeout_seconds: float, coordinator: str
+    rank: int, world_size: int, backend: str, local: bool, timeout_seconds: float, coordinator: str
 ) -> None:
-    cuda = device.type == "cuda"
     asked = os.environ.get(interfaces.VARIABLE, "")
-    if not cuda and (asked or local or coordinator):
+    if backend == "gloo" and (asked or local or coordinator):
         # gloo would look the host name up, and take whatever interface that leads to.
         places = (coordinator, f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}")
         os.environ[interfaces.VARIABLE] = interfaces.choose(rank, asked, local, places)
     try:
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            backend,
             init_method="env://",
             rank=rank,
             world_size=world_size,
@@ -153,8 +171,7 @@ def _make(
     tensor: TensorGroup = distributed
     if shared is not None:
         tensor = SharedTensorGroup(_exchange(shared, rank, size, wait), rank, size)
-    if throttle is not None:
-        tensor = ThrottledTensorGroup(tensor, size, rank, throttle)
+    tensor = _slowed(tensor, size, rank, throttle)
     incoming = _incoming(edge_groups[rank - 1], shared, rank, size, wait) if rank > 0 else None
     outgoing = _outgoing(edge_groups[rank], shared, rank, size, wait, device) if rank < size - 1 else None
     pipeline = PipelineEdges(incoming, outgoing, device, throttle)

@@ -63,7 +63,7 @@ class Staging:
         """`sum_up`: over all ranks, into the tensor itself, by a communicator that is there in any case."""
         self._rank, self._size, self._device = rank, size, device
         self._group, self._timeout_seconds = group, timeout_seconds
-        self._every_pair = [(one, other) for one in range(size) for other in range(size) if one != other]
+        self.every_pair = [(one, other) for one in range(size) for other in range(size) if one != other]
         self._ranks = RanksOfGroup(rank, size, device, self._tell, sum_up)
         self._driver: DriverWords | None = None
         self._chooser: StreamChooser | None = None
@@ -83,6 +83,10 @@ class Staging:
             self._stage_moves(kv, backend)
             self._stage_rows(pipeline, backend)
             self._stage_sums(tensor)
+        self.watch()
+
+    def watch(self) -> None:
+        """From now on what is open is given up where a peer does not come. No more is opened."""
         self._watch.begin(self._links)
 
     def prepare(self) -> bool:
@@ -125,7 +129,7 @@ class Staging:
                 self._chooser.close()
 
     def _stage_moves(self, kv: KvMoves, backend: KvMoves) -> None:
-        link = self.link("keys and values", self._every_pair, moving_shape(self._size), alone=True)
+        link = self.link("keys and values", self.every_pair, moving_shape(self._size), alone=True)
         if link is None:
             return
         times = compare("keys and values", self._round(backend.start), self._round(_named(link)), self._ranks)
@@ -146,7 +150,7 @@ class Staging:
 
     def _stage_sums(self, tensor: DistributedTensorGroup) -> None:
         """Nothing of them waits longer than the work behind it would: their streams may hold up others."""
-        link = self.link("sums", self._every_pair, summing_shape(self._size), alone=False)
+        link = self.link("sums", self.every_pair, summing_shape(self._size), alone=False)
         if link is None:
             return
         sums = StagedSums(link, self._rank, self._size, self._device)
