@@ -27,7 +27,7 @@ KERNEL_BYTES = 426 * MEBIBYTE
 
 @dataclass(frozen=True, slots=True)
 class NcclUse:
-    """Channels of each way, and the process's buffers. None: NCCL's own, of which 16 MiB go by a few at a time."""
+    """Channels of each way, and how large the process's buffers are; None: as NCCL has them."""
 
     sums: int
     """Of a prompt under tensor parallelism, two a layer, which the cards wait for. On two H200 16 MiB were added at
