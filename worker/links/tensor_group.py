@@ -128,10 +128,10 @@ class DistributedTensorGroup:
         own = sum_in_rank_order(list(received.view(self._size, stripe)))
         return torch.cat(self._all_gather(own))[: flat.numel()]
 
-    def _all_gather(self, flat: Tensor) -> list[Tensor]:
+    def _all_gather(self, flat: Tensor, what: str = "all-gather") -> list[Tensor]:
         parts = [torch.empty_like(flat) for _ in range(self._size)]
         if flat.numel():
-            self._run("all-gather", lambda: dist.all_gather(parts, flat, group=self._group, async_op=True))
+            self._run(what, lambda: dist.all_gather(parts, flat, group=self._group, async_op=True))
         return parts
 
     def gather(self, part: Tensor, root: int, widths: Sequence[int]) -> list[Tensor] | None:
@@ -158,14 +158,9 @@ class DistributedTensorGroup:
         rows = padded.view(-1, padded.shape[-1])
         step = max(1, RING_BLOCK_BYTES // (self._size * rows[:1].nbytes))
         for first in range(0, len(rows), step):
-            block = rows[first : first + step]
-            whole = block.new_empty((self._size, *block.shape))
-            self._all_gather_into(whole.view(-1), block.reshape(-1), what)
-            for into, found in zip(parts or (), whole, strict=False):
-                into.view(rows.shape)[first : first + step].copy_(found)
-
-    def _all_gather_into(self, whole: Tensor, part: Tensor, what: str) -> None:
-        self._run(what, lambda: dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True))
+            found = self._all_gather(rows[first : first + step].reshape(-1), what)
+            for into, each in zip(parts or (), found, strict=False):
+                into.view(rows.shape)[first : first + step].view(-1).copy_(each)
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         whole = tensor.contiguous()
