@@ -10,7 +10,8 @@ from gearshift.proto.generation_result import JourneyForecast
 PARTS = ("all", "constant", "prompt", "shift", "answer")
 LEGEND = (
     "ms predicted/measured (medians); * auto's choice. const: all that is in no other part; prompt: its chunks' own "
-    "times without gaps; shift: as the answer waited for it. Then what the busiest rank waited beside chunks; the chunks."
+    "times without gaps; shift: as the answer waited for it. Then what the busiest rank waited beside chunks; the "
+    "chunks."
 )
 
 

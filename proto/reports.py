@@ -172,6 +172,7 @@ class TickFinished(Report, frozen=True):
 
     `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
     chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
+    `first_runs`: pieces of work that were launched for the first time, captured or compiled in it.
     """
 
     sequence: int
@@ -182,6 +183,7 @@ class TickFinished(Report, frozen=True):
     logits: tuple[LogitRows, ...] = ()
     scores: tuple[Scores, ...] = ()
     spans: tuple[Span, ...] = ()
+    first_runs: int = 0
 
 
 class ClockRead(Report, frozen=True):

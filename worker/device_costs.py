@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .kernels.activations import room_for
+from .kernels.first_runs import FirstRuns
 from .kernels.quant_matrix import QuantMatrix
 from .model.captured import captured, place_on
 from .timing import Stopwatch
@@ -21,7 +22,7 @@ def own_product_seconds(
         for product in products:
             product()
 
-    replay = captured(place_on(device), launch, f"{len(products)} products of {batch} rows")
+    replay = captured(place_on(device, FirstRuns()), launch, f"{len(products)} products of {batch} rows")
     return watch.alone(replay) / len(layers)
 
 

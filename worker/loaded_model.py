@@ -71,7 +71,17 @@ class LoadedModel:
     planned_bytes: int
     device: torch.device
     costs: CostMeter
+    firsts_told: int = 0
     free_since: float = 0.0  # monotonic clock: when the last steps that ran by themselves had ended
+
+    def prepare_next(self) -> bool:
+        """Do ahead a little of what later chunks would take at their first time, a few ms; whether more may be left.
+
+        Nothing where weights come and go: what is captured may not be there now.
+        """
+        more = not self.load.placement.migrating and self.decoder.prepare_next()
+        self.firsts_told = self.decoder.firsts.count  # in no tick
+        return more
 
     def close(self) -> None:
         """Unmap the files; another model may follow."""
@@ -179,9 +189,11 @@ class LoadedModel:
                 self.sampler.close(request)
 
     def _report(self, tick: RunTick, output: TickOutput) -> TickFinished:
+        firsts, self.firsts_told = self.decoder.firsts.count - self.firsts_told, self.decoder.firsts.count
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
             tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
+            first_runs=firsts,
         )
 
     def _run_chunks(self, tick: RunTick, moves: MovesUnderWay, output: TickOutput) -> None:

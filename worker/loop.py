@@ -34,6 +34,7 @@ from .memory import give_back_stacks, probe, return_unloaded
 from .weights.files_here import files_here
 
 LOOK_SECONDS = 0.001  # between two looks at a device that is at its steps
+QUIET_SECONDS = 0.1  # without a command, until what is not urgent begins
 POLL_SECONDS = 1.0  # the lifeline ends the process if the coordinator is gone: this wait need not know
 
 
@@ -65,7 +66,7 @@ def run(
         model: LoadedModel | None = None
         ticks = TicksUnderWay(channel, progress)
         while True:
-            command = ticks.receive()
+            command = ticks.receive(model)
             if isinstance(command, RunTick) and model is not None and ticks.begin(model, command):
                 continue
             ticks.finish_all()
@@ -123,14 +124,17 @@ class TicksUnderWay:
         self._model: LoadedModel | None = None
         self._tick: TickUnderWay | None = None
 
-    def receive(self) -> AnyCommand | None:
-        """The next command; meanwhile a tick that ends is reported."""
+    def receive(self, model: LoadedModel | None) -> AnyCommand | None:
+        """The next command; meanwhile a tick that ends is reported, and where none is under way `model` prepares."""
         while self._tick is not None:
             if (command := self._channel.receive(LOOK_SECONDS)) is not None:
                 return command
             if self._tick.done():
                 self.finish_all()
-        return self._channel.receive(POLL_SECONDS)
+        command = self._channel.receive(QUIET_SECONDS)
+        while command is None and model is not None and model.prepare_next():
+            command = self._channel.receive(0.0)
+        return self._channel.receive(POLL_SECONDS) if command is None else command
 
     def begin(self, model: LoadedModel, tick: RunTick) -> bool:
         """Whether the tick is the device's now; where it is, the one before is reported."""

@@ -205,7 +205,7 @@ class CostRefinement:
         self.shifts.tick_sent(tick)
 
     def tick_finished(self, report: TickFinished) -> None:
-        """What one rank says a tick took; ticks are known by `tick_sent`."""
+        """What one rank says a tick took; ticks are known by `tick_sent`. First runs teach nothing."""
         sent = self._sent.get(report.sequence)
         if sent is None:
             return
@@ -218,12 +218,14 @@ class CostRefinement:
     def _see_stage(self, tick: RunTick, report: TickFinished) -> None:
         fit = self._stages[report.rank]
         chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
-        if fit is not None and chunk is not None and tick.tensor_chunk is None:
+        if fit is not None and chunk is not None and tick.tensor_chunk is None and not report.first_runs:
             fit.observe(chunk, report.busy_seconds)
 
     def _see_together(self, sent: _Sent) -> None:
         """Who came last did not wait for the others: the shortest time is the work's own."""
         tick, reports = sent.tick, sent.reports.values()
+        if any(report.first_runs for report in reports):
+            return
         if any(tick.chunk_of_stage):
             return  # the ranks' chunks end at different times, so what follows is begun at different times
         if tick.tensor_chunk is not None:

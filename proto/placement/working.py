@@ -165,8 +165,14 @@ def chunk_bucket(rows: int) -> int:
     return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
 
 
+def bucket_sizes(rows: int) -> list[int]:
+    """These sizes, for chunks of up to so many rows."""
+    large = range(CHUNK_BUCKET_ROWS, chunk_bucket(rows) + 1, CHUNK_BUCKET_ROWS)
+    return [*(size for size in SMALL_CHUNK_BUCKETS if size < rows or size == chunk_bucket(rows)), *large]
+
+
 def chunk_buckets(rows: int) -> int:
-    """How many of these sizes chunks of up to so many rows have."""
+    """How many of these sizes chunks of up to so many rows have, at most."""
     return -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
 
 

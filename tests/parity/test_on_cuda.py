@@ -1,5 +1,6 @@
 """Models on CUDA devices against the CPU reference: every layout, and greedy steps in graphs."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_chunks_in_graphs_give_the_cpus_logits(
                 rows, _ = collect_logits(driver, ids, 1366, prefill, decode, Fixed((300,)))
                 assert mean_divergence(wanted, rows) < 5e-3, (prompt, prefill, decode)
                 assert mean_divergence(wanted[1200:], rows[1200:]) < 5e-3, (prompt, prefill, decode)
+
+
+def test_what_is_captured_while_nobody_asks_changes_no_answer(
+    on_cuda: RunningGroups, small_models: Callable[[str, str], Path]
+) -> None:
+    """The second prompt goes on behind keys and values of the first, which lay there meanwhile."""
+    driver = on_cuda.load(small_models("small", "Q4_K"), 1, context_tokens=1024, max_chunk_tokens=512)
+    layer, prompt = Layout.LAYER, [int(token) for token in np.random.default_rng(5).integers(300, 2000, 700)]
+    told = []
+    for seconds in (0.0, 8.0):
+        greedy(driver, prompt[:600], 2, layer, layer)
+        threading.Event().wait(seconds)  # longer than what is captured and compiled takes
+        told.append(greedy(driver, prompt, 8, layer, layer))
+        greedy(driver, prompt[::-1], 2, layer, layer)
+    assert told[0] == told[1]
 
 
 def greedy(

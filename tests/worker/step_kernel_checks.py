@@ -274,13 +274,14 @@ def check_gather(heads: int, width: int) -> dict[str, float]:
 
 def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
     """Against one product in f32: two that are joined, or one where there is little past; on a device only."""
-    from gearshift.worker.kernels.deep_attention import attend_causal
+    from gearshift.worker.kernels.deep_attention import DeepAttention
+    from gearshift.worker.kernels.first_runs import FirstRuns
 
     heads, group, width = 2, 4, 128
     query = randn(rows, heads * group, width).bfloat16()
-    keys, values = randn(heads, cached + rows, width).bfloat16(), randn(heads, cached + rows, width).bfloat16()
+    keys, values = (randn(cached + rows, heads, width).bfloat16().transpose(0, 1) for _ in range(2))
     out = torch.full_like(query, float("nan"))
-    attend_causal(query, keys, values, 0.09, out)
+    DeepAttention(FirstRuns()).attend_causal(query, keys, values, 0.09, out)
     wide_keys, wide_values = (x.float().repeat_interleave(group, 0) for x in (keys, values))
     scores = query.float().transpose(0, 1) @ wide_keys.transpose(1, 2) * 0.09
     hidden = torch.ones(rows, cached + rows, device=DEVICE, dtype=torch.bool).triu(cached + 1)

@@ -1,29 +1,44 @@
 """How many shapes the library's attention is compiled for, whatever prompts come."""
 
-from gearshift.worker.kernels.attention_shapes import compiled_past, compiled_rows
+import pytest
+
+from gearshift.worker.kernels.attention_shapes import compiled_rows, past_runs, usual_shapes
 
 LONGEST = 1 << 17
 
 
-def test_all_pasts_of_a_long_context_are_few_lengths() -> None:
-    lengths = {compiled_past(cached) for cached in range(512, LONGEST + 1)}
-    assert len(lengths) <= 31 + 4 * 32 + 1
-    assert min(lengths) == 512
-    assert max(lengths) == LONGEST
+def test_all_pasts_of_a_long_context_are_runs_of_few_lengths() -> None:
+    lengths = {end - first for cached in range(0, LONGEST + 1, 7) for first, end in past_runs(cached)}
+    assert lengths <= {512 << doubled for doubled in range(9)}
 
 
-def test_what_the_grid_leaves_is_less_than_a_thirty_second_or_a_step() -> None:
-    for cached in range(512, LONGEST + 1, 7):
-        assert 0 <= cached - compiled_past(cached) < max(256, cached / 32)
+def test_runs_follow_each_other_from_the_start_and_leave_less_than_the_least() -> None:
+    for cached in range(0, LONGEST + 1, 11):
+        ends = [0, *(end for _, end in past_runs(cached))]
+        assert [first for first, _ in past_runs(cached)] == ends[:-1]
+        assert 0 <= cached - ends[-1] < 512
 
 
-def test_a_past_on_the_grid_stays_whole() -> None:
-    on_it = [512, 768, 2816, 5632, 8192, 8448, 9216, 32768]
-    assert [compiled_past(cached) for cached in on_it] == on_it
-    assert compiled_past(255) == 0
+def test_the_longest_run_comes_first() -> None:
+    assert past_runs(7000) == [(0, 4096), (4096, 6144), (6144, 6656)]
+    assert past_runs(8192) == [(0, 8192)]
+    assert past_runs(511) == []
 
 
 def test_chunks_of_up_to_2048_rows_are_ten_sizes() -> None:
     sizes = {compiled_rows(rows) for rows in range(1, 2049)}
     assert len(sizes) == 10
     assert all(compiled_rows(rows) >= rows for rows in range(1, 2049))
+
+
+@pytest.mark.parametrize("context", [2048, 5000])
+def test_what_is_prepared_is_what_chunks_ask_for(context: int) -> None:
+    prepared = {shape for rows in range(1, 1025) for shape in usual_shapes(compiled_rows(rows), context)}
+    asked = {
+        (compiled_rows(rows), end - first)
+        for rows in (128, 200, 512, 1024)
+        for cached in range(0, context - rows, 64)
+        for first, end in past_runs(cached)
+    }
+    assert asked <= prepared
+    assert len(prepared) <= 5 * (1 + 4)

@@ -40,7 +40,11 @@ class Device:
         self.under_way: list[int] = []
 
     def receive(self, timeout_seconds: float) -> Any:
-        return self.comes.pop(0)
+        return self.comes.pop(0) if self.comes else None
+
+    def prepare_next(self) -> bool:
+        self.story.append("prepare")
+        return len(self.comes) > 1
 
     def send(self, report: TickFinished) -> None:
         self.story.append(f"report {report.sequence}")
@@ -71,7 +75,7 @@ def story_of(device: Device) -> tuple[list[str], int]:
     progress = Progress()
     ticks: Any = TicksUnderWay(device, progress)  # type: ignore[arg-type]
     while device.comes:
-        command = ticks.receive()
+        command = ticks.receive(None)
         if isinstance(command, RunTick) and ticks.begin(device, command):
             continue
         ticks.finish_all()
@@ -89,6 +93,23 @@ def test_the_next_tick_is_begun_before_the_one_before_is_waited_for() -> None:
 def test_a_tick_that_cannot_follow_waits_for_the_one_before() -> None:
     story, _ = story_of(Device([tick(1), tick(2), None, None, None], follows=False))
     assert story == ["begin 1", "report 1", "begin 2", "report 2"]
+
+
+def test_what_is_not_urgent_is_done_between_commands_a_little_at_a_time() -> None:
+    device = Device([None, None, tick(1), None, None, None])
+    ticks: Any = TicksUnderWay(device, Progress())  # type: ignore[arg-type]
+    assert isinstance(ticks.receive(device), RunTick)
+    assert device.story == ["prepare", "prepare"], "each followed by a look at what has come"
+    assert ticks.receive(device) is None
+    assert device.story[2:] == ["prepare", "prepare"], "nothing is left to be done then: it waits"
+
+
+def test_nothing_is_prepared_while_a_tick_is_under_way() -> None:
+    device = Device([None, None, None])
+    ticks: Any = TicksUnderWay(device, Progress())  # type: ignore[arg-type]
+    assert ticks.begin(device, tick(1))
+    ticks.receive(device)
+    assert device.story[:2] == ["begin 1", "report 1"]
 
 
 @pytest.mark.parametrize("comes", [ReadClock()])

@@ -59,7 +59,7 @@ def _load_blocks(rows, ok, W: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def gather_q8_0(rows, slot_stride, head_stride, slots, out, W: tl.constexpr):
-    """Keys or values in q8_0, in 16-bit words, of some slots: out [heads, n * 64, W]. Grid (n, heads).
+    """Keys or values in q8_0, in 16-bit words, of some slots: out [n * 64, heads, W]. Grid (n, heads).
 
     As `kv_rows.dequantize_q8_0`, bit by bit.
     """
@@ -69,8 +69,8 @@ def gather_q8_0(rows, slot_stride, head_stride, slots, out, W: tl.constexpr):
     wide = pairs.to(tl.int32)
     codes = tl.reshape(tl.join((wide << 24) >> 24, wide >> 8), [64, W // 32, 32]).to(tl.float32)
     x = tl.reshape(codes * scale.to(tl.float32)[:, :, None], [64, W])
-    first = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 64
-    tl.store(out + (first + t)[:, None] * W + tl.arange(0, W)[None, :], x.to(out.dtype.element_ty))
+    row = (tl.program_id(0).to(tl.int64) * 64 + t) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(out + row[:, None] * W + tl.arange(0, W)[None, :], x.to(out.dtype.element_ty))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ..kernels.first_runs import FirstRuns
 from .steps import Work
 
 Key = TypeVar("Key", bound=Hashable)
@@ -32,14 +33,15 @@ class CapturePlace(Protocol):
 class CaptureStream:
     """A stream of its own, and one pool of memory for all its graphs: they run one after another."""
 
-    def __init__(self, keeps_cache: bool = False) -> None:
+    def __init__(self, firsts: FirstRuns, keeps_cache: bool = False) -> None:
         """`keeps_cache`: for hundreds of small graphs. Else the allocator gives back what is free before a capture."""
-        self._keeps_cache = keeps_cache
+        self._firsts, self._keeps_cache = firsts, keeps_cache
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._first: Any = None
 
     def launch(self, work: Work) -> None:
+        self._firsts.count += 1
         stream, current = self._opened(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -47,6 +49,7 @@ class CaptureStream:
         current.wait_stream(stream)
 
     def capture(self, work: Work, what: str) -> Work:
+        self._firsts.count += 1
         stream = self._opened()
         if not self._keeps_cache:
             torch.cuda.synchronize()
@@ -91,9 +94,9 @@ def record(graph: Any, pool: Any, work: Work, what: str) -> None:
         raise CaptureError(f"{what} could not be captured as a CUDA graph: {type(error).__name__}: {first}") from error
 
 
-def place_on(device: torch.device, keeps_cache: bool = False) -> CapturePlace | None:
+def place_on(device: torch.device, firsts: FirstRuns, keeps_cache: bool = False) -> CapturePlace | None:
     """None where there is no card: kernels are interpreted there, and nothing can be captured."""
-    return CaptureStream(keeps_cache) if device.type == "cuda" else None
+    return CaptureStream(firsts, keeps_cache) if device.type == "cuda" else None
 
 
 def captured(place: CapturePlace | None, work: Work, what: str) -> Work:
@@ -130,6 +133,10 @@ class Graphs(Generic[Key]):
             replay = self._place.capture(work, self._name(key))
             self._replays[key] = replay
             replay()
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether nothing is left to be done for a piece before it is replayed, or launched each time."""
+        return self._place is None or key in self._replays or len(self._launched) >= self._most
 
     def __len__(self) -> int:
         """Graphs that are there."""

@@ -6,8 +6,9 @@ the chunk are zero and have no position: they cost time, and nothing else. All b
 buckets.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -15,17 +16,31 @@ from torch import Tensor
 from ...proto.ids import Layout
 from ...proto.model import RopeSpec
 from ...proto.placement.plan import Placement
-from ...proto.placement.working import chunk_bucket, chunk_buckets, chunk_scratch_columns
+from ...proto.placement.working import bucket_sizes, chunk_bucket, chunk_buckets, chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
+from ..kernels.attention_shapes import usual_shapes
 from ..kernels.half import result_type
 from ..kernels.quant_matrix import QuantMatrix, as_quantised
 from ..kernels.step_ops import Angles
 from .captured import Graphs, place_on
 from .decoder import Segment
 from .device_decoder import DeviceDecoder, Table, table_blocks
+from .steps import Work
+
+
+class Piece(StrEnum):
+    """What of a layer is one graph. Attention follows `PROJECT`, a sum over the ranks `OUTPUT` and `FORWARD`."""
+
+    NORM = "norm"
+    PROJECT = "project"
+    OUTPUT = "output"
+    FORWARD = "forward"
+    END = "end"
+    REST = "rest"  # the last three, where no sum comes between
+
 
 # Layout, bucket, layer, the layer after it where that makes a difference, which of its graphs.
-GraphKey = tuple[Layout, int, int, int | None, str]
+GraphKey = tuple[Layout, int, int, int | None, Piece]
 PIECES = 12  # most of a layer in both layouts: before others than its neighbour, and before none, it has some twice
 
 
@@ -67,10 +82,11 @@ class ChunkPass:
     ) -> None:
         self._decoder, self._placement, self._rank = decoder, placement, rank
         self._most_rows = chunk_bucket(most_rows)
-        self._blocks = table_blocks(context_tokens)
+        self._context_tokens, self._blocks = context_tokens, table_blocks(context_tokens)
         self._buffers: Buffers | None = None
         most = PIECES * len(decoder.spec.layers) * chunk_buckets(most_rows)
-        self._graphs: Graphs[GraphKey] = Graphs(place_on(decoder.device, keeps_cache=True), most, _named)
+        place = place_on(decoder.device, decoder.firsts, keeps_cache=True)
+        self._graphs: Graphs[GraphKey] = Graphs(place, most, _named)
 
     def serves(self, rows: int) -> bool:
         return rows <= self._most_rows
@@ -82,46 +98,83 @@ class ChunkPass:
         """The chunk through the layers; a new tensor f32 [T, D]. `sum_in_place`: over the ranks, between the graphs."""
         buffers, rows = self._fill(hidden_TD, segment), segment.rows
         bucket = chunk_bucket(rows)
+        for work, pieces in self._layers(layers, layout, bucket):
+            for key, piece in pieces:
+                self._graphs.play(key, piece)
+                match key[-1]:
+                    case Piece.PROJECT:
+                        work.attend(segment)
+                    case Piece.OUTPUT | Piece.FORWARD:
+                        sum_in_place(buffers.partial[:bucket])
+        return buffers.hidden[:rows].clone()
+
+    def preparations(self) -> Iterator[None]:
+        """Launch and capture all pieces of whole passes, one a turn, and have attention's shapes met.
+
+        No row has a position meanwhile, so that no cache is written to. Between two turns anything may run.
+        """
+        both = (Layout.LAYER, Layout.TENSOR) if self._placement.ranks > 1 else (Layout.LAYER,)
+        for bucket in bucket_sizes(self._most_rows)[::-1]:
+            for layout in both:
+                everything = range(len(self._decoder.spec.layers))
+                layers = self._placement.stages[self._rank] if layout is Layout.LAYER else everything
+                for work, pieces in self._layers(list(layers), layout, bucket):
+                    for key, piece in pieces:
+                        while key not in self._graphs:
+                            self._without_rows(bucket)
+                            self._graphs.play(key, piece)
+                            yield
+                    yield from work.prepare_attention(self._context_tokens)
+
+    def _layers(
+        self, layers: Sequence[int], layout: Layout, bucket: int
+    ) -> "Iterator[tuple[_LayerOfChunk, list[tuple[GraphKey, Work]]]]":
+        """The layers, each with its pieces in their order."""
+        buffers = self._opened()
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
             work = _LayerOfChunk(self._decoder, buffers, bucket, layer, following, layout is Layout.TENSOR)
-
-            def play(name: str, piece: Callable[[], None], before: int | None = None, layer: int = layer) -> None:
-                self._graphs.play((layout, bucket, layer, before, name), piece)
-
+            pieces: list[tuple[Piece, int | None, Work]] = [(Piece.PROJECT, None, work.project)]
             if index == 0:
-                play("norm", work.norm)
-            if work.heads:
-                play("project", work.project)
-                work.attend(segment)
+                pieces.insert(0, (Piece.NORM, None, work.norm))
             if layout is Layout.LAYER:
-                play("rest", work.rest, following)
-                continue
-            play("output", work.output)
-            sum_in_place(buffers.partial[:bucket])
-            play("forward", work.forward)
-            sum_in_place(buffers.partial[:bucket])
-            play("end", work.end, following)
-        return buffers.hidden[:rows].clone()
+                pieces.append((Piece.REST, following, work.rest))
+            else:
+                pieces += [
+                    (Piece.OUTPUT, None, work.output), (Piece.FORWARD, None, work.forward),
+                    (Piece.END, following, work.end),
+                ]  # fmt: skip
+            yield work, [((layout, bucket, layer, before, name), piece) for name, before, piece in pieces]
 
     def _fill(self, hidden_TD: Tensor, segment: Segment) -> Buffers:
-        if self._buffers is None:
-            self._buffers = Buffers.of(
-                self._decoder, self._placement, self._rank, self._most_rows, self._blocks
-            )
-            self._decoder.reserve_workspace(self._most_rows)
-        buffers, rows = self._buffers, segment.rows
+        buffers, rows = self._opened(), segment.rows
         bucket = chunk_bucket(rows)
         buffers.hidden[:rows].copy_(hidden_TD)
         buffers.hidden[rows:bucket].zero_()
         torch.arange(segment.start, segment.start + rows, out=buffers.positions[:rows])
         buffers.positions[rows:bucket].fill_(-1)
-        if bucket not in buffers.angles:
-            buffers.angles[bucket] = self._decoder.empty_angles(bucket)
-        self._decoder.angles(buffers.positions[:bucket], buffers.angles[bucket])
+        self._fill_angles(bucket)
         for bundle, run in segment.state.slots.items():
             buffers.tables[bundle][: len(run.index)].copy_(run.index)
         return buffers
+
+    def _without_rows(self, bucket: int) -> None:
+        self._opened().positions[:bucket].fill_(-1)
+        self._fill_angles(bucket)
+
+    def _fill_angles(self, bucket: int) -> None:
+        buffers = self._opened()
+        if bucket not in buffers.angles:
+            buffers.angles[bucket] = self._decoder.empty_angles(bucket)
+        self._decoder.angles(buffers.positions[:bucket], buffers.angles[bucket])
+
+    def _opened(self) -> Buffers:
+        if self._buffers is None:
+            self._buffers = Buffers.of(
+                self._decoder, self._placement, self._rank, self._most_rows, self._blocks
+            )
+            self._decoder.reserve_workspace(self._most_rows)
+        return self._buffers
 
 
 class _LayerOfChunk:
@@ -163,6 +216,14 @@ class _LayerOfChunk:
         """The chunk's rows over all that is cached; how many that is changes from chunk to chunk."""
         rows, query, attended = segment.rows, self._by_head(0), self._by_head(1)
         self._decoder.attend_all(query[:rows], self.heads, self._layer, [segment], attended[:rows])
+
+    def prepare_attention(self, context_tokens: int) -> Iterator[None]:
+        """Have the shapes met that `attend` will ask the library for, one a turn."""
+        heads = sum(part.query_heads for part in self.heads)
+        for part in self.heads:
+            for rows, past in usual_shapes(self._bucket, context_tokens):
+                if self._decoder.prepare_attention(part, heads, rows, past, self._width):
+                    yield
 
     def output(self) -> None:
         """Attention's share of the sum, to `partial`."""

@@ -122,7 +122,7 @@ class DecodeSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(stage, exchange.rank) for stage in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
-        self._capturing = place_on(decoder.device)
+        self._capturing = place_on(decoder.device, decoder.firsts)
         self._last: IssuedSteps | None = None
 
     @property

@@ -16,6 +16,7 @@ from ...proto.ids import Layout
 from ...proto.model import ModelSpec
 from ..kernels.attention import attend
 from ..kernels.elementwise import gated, rms_norm
+from ..kernels.first_runs import FirstRuns
 from ..kv import KvStore
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights, Weights
@@ -47,6 +48,7 @@ class Decoder:
         self._all_reduce = all_reduce
         self._ropes = RopeTable(tuple(layer.rope for layer in spec.layers), weights.rope_factors, device)
         self._device = device
+        self.firsts = FirstRuns()
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +57,10 @@ class Decoder:
     @property
     def weights(self) -> Weights:
         return self._weights
+
+    def prepare_next(self) -> bool:
+        """Do ahead a little of what later passes would take at their first time; whether more may be left."""
+        return False
 
     def without_collectives(self) -> Self:
         """The same layers, the own part's sums left as they are: for timing a rank alone."""

@@ -14,8 +14,9 @@ from torch import Tensor
 from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
-from ..kernels import deep_attention, quant_matrix, step_ops
+from ..kernels import quant_matrix, step_ops
 from ..kernels.attention import attend, attend_by_library
+from ..kernels.deep_attention import DeepAttention, serves
 from ..kernels.half import gain_of, result_type
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
@@ -41,6 +42,8 @@ class Chunks(Protocol):
         sum_in_place: Callable[[Tensor], object],
     ) -> Tensor: ...
 
+    def preparations(self) -> Iterator[None]: ...
+
 
 class DeviceDecoder(Decoder):
     """Layers, norms and head of one rank on a GPU, in bf16 or f16."""
@@ -57,6 +60,8 @@ class DeviceDecoder(Decoder):
         )
         self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
         self._sum_in_place = sum_in_place
+        self._deep = DeepAttention(self.firsts) if serves(device) else None
+        self._preparing: Iterator[None] | None = None
 
     def without_collectives(self) -> Self:
         alone = super().without_collectives()
@@ -98,6 +103,15 @@ class DeviceDecoder(Decoder):
         ]
         if (workspace := _workspace(self._weights)) is not None:
             workspace.fix(max(stacks), chunk_rows)
+
+    def prepare_next(self) -> bool:
+        if self._preparing is None:
+            self._preparing = iter(()) if self.chunks is None else self.chunks.preparations()
+        try:
+            return next(self._preparing, self) is None
+        except torch.OutOfMemoryError:  # it comes when it is needed, if it does
+            self._preparing = iter(())
+            return False
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""
@@ -254,18 +268,36 @@ class DeviceDecoder(Decoder):
         if segment.rows == 1 or (window and segment.start + segment.rows > window):
             kv_head_of_query = tuple(head // group for head in range(heads * group))
             attended.copy_(attend(query_TQW, key_HLW, value_HLW, kv_head_of_query, scale, window, self._dtype))
-        elif deep_attention.serves(self._device):
-            deep_attention.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
+        elif self._deep is not None:
+            self._deep.attend_causal(query_TQW, key_HLW, value_HLW, scale, attended)
         else:
             attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, None, scale))
 
     def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
-        """As the store's own, q8_0 in one pass: [H, n, W]."""
-        if rows.dtype is not torch.uint8:
-            return self._kv.gather(rows, run, first, length)
+        """As the store's own, q8_0 in one pass: [H, n, W], position after position."""
         skipped = first // BLOCK_TOKENS
-        joined = step_ops.gather_blocks(rows, run.index[skipped : block_count(length)], self._dtype)
+        if rows.dtype is torch.uint8:
+            joined = step_ops.gather_blocks(rows, run.index[skipped : block_count(length)], self._dtype)
+        else:
+            joined = _in_order(run.blocks(rows, block_count(length))[skipped:], self._dtype)
         return joined[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
+
+    def prepare_attention(self, part: PartWeights, heads: int, rows: int, past: int, width: int) -> bool:
+        """Have the library meet a shape that chunks will ask for (`attention_shapes`); False where it has.
+
+        `heads`: query heads side by side in a chunk's scratch. No `past`: the chunk's rows among themselves.
+        """
+        if self._deep is None:
+            return False
+        met, keys = False, past or rows
+        both = torch.zeros((keys, part.kv_heads, width), dtype=self._dtype, device=self._device).transpose(0, 1)
+        for queries, kv in head_runs(part):
+            if past:  # filled up: in one piece
+                query = both.new_zeros((rows, queries.stop - queries.start, width))
+            else:
+                query = both.new_zeros((rows, heads, width))[:, queries]
+            met |= self._deep.prepare(query, both[kv], both[kv], not past, self._spec.attention_scale)
+        return met
 
     def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
         """All parts' columns of the feed-forward block: [T, D]."""
@@ -306,6 +338,13 @@ def head_runs(part: PartWeights) -> Iterator[tuple[slice, slice]]:
         heads = len(list(alike))
         yield slice(query, query + heads * count), slice(kv, kv + heads)
         query, kv = query + heads * count, kv + heads
+
+
+def _in_order(blocks_NHPW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions of N blocks of P one after another, all heads of each together: [H, N * P, W]."""
+    blocks, heads, positions, width = blocks_NHPW.shape
+    joined = torch.empty((blocks, positions, heads, width), dtype=dtype, device=blocks_NHPW.device)
+    return joined.copy_(blocks_NHPW.transpose(1, 2)).flatten(0, 1).transpose(0, 1)
 
 
 def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:

@@ -120,7 +120,7 @@ class LayerSteps:
         self._blocks, self._splits = table_blocks(context_tokens), splits_for(context_tokens)
         self._bundles = [(rank, part) for part in range(placement.ranks)]
         self._buckets: dict[int, _Bucket] = {}
-        self._capturing = place_on(decoder.device)
+        self._capturing = place_on(decoder.device, decoder.firsts)
         # Some pieces go to the library, which takes a workspace of its own for every stream.
         apart = side_by_side and self._capturing is not None and _without_library(decoder, self._layers)
         others = placement.ranks - 1 if apart else 0

@@ -174,6 +174,18 @@ def test_each_stage_learns_of_its_own_chunks() -> None:
     assert not refined._sent, "nothing is kept of a tick that all have reported"
 
 
+def test_what_ran_for_the_first_time_teaches_nothing() -> None:
+    refined = CostRefinement(COSTS)
+    slow = {"busy_seconds": 1.0, "decode_seconds": 1.0, "first_runs": 3}
+    run(refined, 5, RunTick(0, (chunk(512, 256), chunk(256, 256))), slow, {"busy_seconds": 0.3})
+    run(refined, 5, RunTick(5, tensor_chunk=chunk(0, 256)), {"busy_seconds": 1.0}, slow)
+    run(refined, 5, RunTick(10, decode=(batch(1, 100, 4),)), slow, {"decode_seconds": 0.9})
+    assert refined.costs.stages[0] == MEASURED
+    assert refined.costs.stages[1] != MEASURED, "the other stage's chunk was one like others"
+    assert refined.costs.tensor_prefill == MEASURED
+    assert refined.costs.decode_tensor == COSTS.decode_tensor
+
+
 def test_work_of_all_ranks_takes_what_the_last_to_come_needs() -> None:
     refined = CostRefinement(COSTS)
     run(refined, 20, RunTick(0, decode=(batch(1, 100, 4),)), {"decode_seconds": 0.2}, {"decode_seconds": 0.08})
