@@ -3,27 +3,26 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import quants
 
+from gearshift.proto.placement.device_rows import PLANES, has_blocks
 from gearshift.tests.helpers.block_rows import random_block_rows
+from gearshift.worker.kernels.block_decoders import DECODERS
 from gearshift.worker.kernels.block_ops import sharing_warps
 from gearshift.worker.kernels.block_source import ROW_WARPS, Kernel, batch_warps, shared_bytes, source
 from gearshift.worker.kernels.block_types import (
     BLOCK_FORMATS,
     blocks_from_gguf,
     expanded_blocks,
-    has_blocks,
     stack_blocks,
 )
 from gearshift.worker.kernels.codebooks import grid_words, table_words
-from gearshift.worker.kernels.quant_planes import FORMATS
 
 
 @pytest.mark.parametrize("type_name", sorted(BLOCK_FORMATS))
-def test_blocks_are_of_the_files_sizes_and_no_type_has_planes_too(type_name: str) -> None:
-    form = BLOCK_FORMATS[type_name]
-    assert (form.block_columns, form.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    assert type_name not in FORMATS
+def test_a_type_kept_as_blocks_has_a_decoder_and_no_planes(type_name: str) -> None:
+    assert type_name in DECODERS
+    assert type_name not in PLANES
 
 
 def test_widths_that_are_no_whole_blocks_have_none() -> None:

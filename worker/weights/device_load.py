@@ -10,11 +10,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from ...proto.model import TensorInfo
+from ...proto.placement.device_rows import has_blocks
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels, block_ops
 from ..kernels.block_source import Kernel
-from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf, has_blocks
+from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf
 from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
 from ..kernels.quant_planes import FORMATS, Piece, has_planes, sort_by_rows
