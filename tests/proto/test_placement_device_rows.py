@@ -85,15 +85,16 @@ def test_a_layer_that_stays_whole_costs_its_owner_alone() -> None:
 
 
 def test_the_embedding_keeps_its_planes_or_float_type_in_host_memory() -> None:
-    def embedding(type_name: str) -> int:
+    def embedding(type_name: str, width: int = 256) -> int:
         types = {"token_embd.weight": type_name}
-        spec = model_spec([layer_spec()], hidden=256, vocab=100, types=lambda _, name: types.get(name, "F32"))
+        spec = model_spec([layer_spec()], hidden=width, vocab=100, types=lambda _, name: types.get(name, "F32"))
         return embedding_bytes(spec)
 
     assert embedding("Q4_K") == 100 * 148
     assert embedding("F16") == 100 * 512
     assert embedding("Q2_K") == 100 * 84
-    assert embedding("NVFP4") == 100 * 1024  # expanded to f32
+    assert embedding("NVFP4") == 100 * 144
+    assert embedding("Q8_0", 96) == 100 * 384  # no whole groups of 64: expanded to f32
 
 
 def test_large_tensors_lose_the_rest_of_their_last_piece_where_it_is_too_small_to_split() -> None:

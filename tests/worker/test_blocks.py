@@ -56,7 +56,7 @@ def test_entries_of_four_are_the_values_of_the_codebook(type_name: str) -> None:
 
 
 def test_tables_of_four_bits_are_those_of_the_gguf_package() -> None:
-    for type_name in ("IQ4_NL", "MXFP4"):
+    for type_name in ("IQ4_NL", "MXFP4", "NVFP4"):
         assert BLOCK_FORMATS[type_name].table == getattr(quants, type_name).kvalues
     assert BLOCK_FORMATS["IQ4_XS"].table == quants.IQ4_NL.kvalues
     assert table_words((1, -1, 0, 127)) == [0x7F00FF01]

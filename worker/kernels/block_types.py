@@ -54,6 +54,7 @@ _UNLIKE_THE_PLAINEST = {
         BlockFormat("IQ4_NL", table=FOUR_BITS),
         BlockFormat("IQ4_XS", table=FOUR_BITS),
         BlockFormat("MXFP4", table=FLOATS),
+        BlockFormat("NVFP4", scales=2, table=FLOATS),
         BlockFormat("IQ2_XXS", sign_bits=7),
         BlockFormat("IQ2_XS", scales=2, sign_bits=7),
         BlockFormat("IQ2_S", scales=2, sign_bits=8),
