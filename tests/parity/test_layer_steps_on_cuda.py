@@ -35,6 +35,10 @@ UNLIKE = [("small", "Q4_K", KvType.Q8_0, (1.0, 1.0)), ("small", "Q4_K", KvType.Q
 POSITIONS = (70, 40, 0)  # the second goes on into a block of its own
 STEPS = 40
 NEAR = 0.2  # in logprob, between two ways to round activations to int8
+# The same in the mean over all steps. The greatest of so many is a matter of luck: roundings alone, played through for
+# "small" in Q4_K over 48 seeds, gave up to 0.6 with divergences of 0.001 to 0.0033 and means up to 0.021, where codes
+# of the cache that are cut off instead of rounded gave 0.003 to 0.0086 and 0.048, and a lost key up to 0.13 and 0.56.
+GAPS = 0.04
 L, T = Layout.LAYER, Layout.TENSOR
 
 Models = Callable[[str, str], Path]
@@ -121,10 +125,10 @@ def assert_near_the_passes(
     wanted, chosen = log_softmax(plain), log_softmax(found)
     divergence = (wanted.exp() * (wanted - chosen)).sum(-1).mean().item()
     picked = wanted.gather(-1, found.argmax(-1, keepdim=True))[..., 0]
-    gap = (wanted.amax(-1) - picked).max().item()
-    print(batch, len(stages), "KL", divergence, "gap", gap)
+    gaps = wanted.amax(-1) - picked
+    print(batch, len(stages), "KL", divergence, "gaps", gaps.mean().item(), gaps.max().item())
     assert divergence < divergence_allowed
-    assert gap < NEAR
+    assert gaps.mean() < GAPS
     return found, tokens
 
 
