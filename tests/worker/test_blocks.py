@@ -8,7 +8,7 @@ from gguf import quants
 from gearshift.proto.placement.device_rows import PLANES, has_blocks
 from gearshift.tests.helpers.block_rows import random_block_rows
 from gearshift.worker.kernels.block_decoders import DECODERS
-from gearshift.worker.kernels.block_ops import sharing_warps
+from gearshift.worker.kernels.block_ops import sharing_warps, sources_of
 from gearshift.worker.kernels.block_source import ROW_WARPS, Kernel, batch_warps, shared_bytes, source
 from gearshift.worker.kernels.block_types import (
     BLOCK_FORMATS,
@@ -70,6 +70,16 @@ def test_tables_and_tiles_fit_what_a_kernel_may_have_without_asking(kernel: Kern
 def test_sources_of_two_types_or_kernels_are_never_the_same() -> None:
     sources = [source(form, kernel) for form in BLOCK_FORMATS.values() for kernel in Kernel]
     assert len(set(sources)) == len(sources)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_all_kernels_that_steps_and_prompts_take_are_compiled_ahead_each_once(exact: bool) -> None:
+    kernels = (Kernel.EXPAND_F32,) if exact else (Kernel.ROW, Kernel.BATCH_8, Kernel.BATCH_16)
+    forms = BLOCK_FORMATS["IQ2_S"], BLOCK_FORMATS["Q2_K"]
+    wanted = {source(form, kernel) for form in forms for kernel in (*kernels, Kernel.EXPAND_F16)}
+    found = sources_of(["IQ2_S", "Q2_K", "IQ2_S"], torch.float16, exact)
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
 
 
 @pytest.mark.parametrize(("rows", "units"), [(14336, 128), (4096, 448), (512, 128), (64, 8), (1, 1), (151936, 160)])
