@@ -10,7 +10,6 @@ import torch
 
 from gearshift.benchmarks.kernel_cases import (
     DEVICE,
-    HALF,
     TIMED,
     Case,
     Check,
@@ -21,7 +20,7 @@ from gearshift.benchmarks.kernel_cases import (
     randn,
 )
 from gearshift.tests.helpers.block_rows import random_block_rows
-from gearshift.tests.helpers.kernel_checks import relative_error
+from gearshift.tests.helpers.kernel_checks import HALF, relative_error
 from gearshift.tests.worker import quant_kernel_checks
 from gearshift.worker.kernels import block_ops, quant_ops
 from gearshift.worker.kernels.block_types import BLOCK_FORMATS, Blocks, blocks_from_gguf, expanded_blocks

@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from gearshift.benchmarks.synthetic_models import random_matrix
-from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error
-from gearshift.tests.worker import quant_kernel_checks, step_kernel_checks
+from gearshift.tests.helpers.kernel_checks import DEVICE, HALF, relative_error
+from gearshift.tests.worker import quant_kernel_checks
 from gearshift.worker.kernels import quant_ops
 from gearshift.worker.kernels.quant_ops import QuantizedRows
 from gearshift.worker.kernels.quant_planes import Planes, from_gguf
 
 TIMED = DEVICE.type == "cuda"
-HALF = step_kernel_checks.HALF
 ROTATED_BYTES = 400 << 20  # more than any cache holds
 MOST_COPIES = 64
 MOST_CHECKED_ROWS = 9001  # more take long to make; enough for the tiles of large matrices
-STEP_LIMIT = 1.5e-4  # of the checks of `step_kernel_checks`
 
 Launch = Callable[[], None]
 Check = Callable[[], dict[str, float]]  # what is wrong by name: errors, each over its limit: right below 1

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gearshift.benchmarks.kernel_block_cases import block_cases
 from gearshift.benchmarks.kernel_cases import (
-    HALF,
-    STEP_LIMIT,
     TIMED,
     Case,
     Check,
@@ -37,9 +35,11 @@ from gearshift.proto.kv import row_bytes
 from gearshift.proto.model import Activation, RopeKind
 from gearshift.proto.ranges import VocabRange
 from gearshift.proto.sampling import SamplingParameters
-from gearshift.tests.helpers.kernel_checks import DEVICE, relative_error
+from gearshift.tests.helpers.kernel_checks import DEVICE, HALF, MOST_WRONG, relative_error
 from gearshift.tests.worker import (
+    attention_kernel_checks,
     draw_kernel_checks,
+    exchange_kernel_checks,
     parcel_kernel_checks,
     step_kernel_checks,
 )
@@ -99,7 +99,7 @@ def of_step(check: Check, *names: str) -> Check:
 
     def checked() -> dict[str, float]:
         found = check()
-        return {name: e / STEP_LIMIT for name, e in found.items() if not names or name.startswith(names)}
+        return {name: e / MOST_WRONG for name, e in found.items() if not names or name.startswith(names)}
 
     return checked
 
@@ -150,8 +150,8 @@ def come_exchanges(ranks: int, width: int, on_host: bool, count: int) -> tuple[l
 def checked_sums(batch: int, width: int, sent: bool, on_host: bool) -> Check:
     """Against plain sums: by ranks on streams of their own on a card, one after the other in the interpreter."""
     if TIMED:
-        return of_step(partial(step_kernel_checks.check_exchange, 2, batch, width, sent, on_host))
-    return of_step(partial(step_kernel_checks.check_sums_in_turn, on_host))
+        return of_step(partial(exchange_kernel_checks.check_exchange, 2, batch, width, sent, on_host))
+    return of_step(partial(exchange_kernel_checks.check_sums_in_turn, on_host))
 
 
 def summed(sizes: Sizes, batch: int, on_host: bool) -> Case:
@@ -239,7 +239,8 @@ def cached_bytes(sizes: Sizes, tokens: int, quantised_cache: bool) -> int:
 def checked_attention(kind: RopeKind, batch: int, quantised_cache: bool, *names: str) -> Check:
     blocks = quantised_cache, quantised_cache
     heads = PartHeads(8, 2, 4)
-    return of_step(partial(step_kernel_checks.check_attention, kind, batch, heads, 0, False, blocks=blocks), *names)
+    check = partial(attention_kernel_checks.check_attention, kind, batch, heads, 0, False, blocks=blocks)
+    return of_step(check, *names)
 
 
 def rotated(sizes: Sizes, batch: int, quantised_cache: bool) -> Case:
@@ -353,7 +354,7 @@ def gathered_blocks(sizes: Sizes) -> Case:
         step_ops.gather_blocks(rows, slots, HALF)
 
     def check() -> dict[str, float]:
-        return {name: 2 * wrong for name, wrong in step_kernel_checks.check_gather(3, sizes.width).items()}
+        return {name: 2 * wrong for name, wrong in attention_kernel_checks.check_gather(3, sizes.width).items()}
 
     moved = rows.nbytes + blocks * 64 * sizes.kv_heads * sizes.width * 2
     return Case("gather_q8_0", f"{blocks} blocks of {sizes.kv_heads} x {sizes.width}", moved, [launch], check)

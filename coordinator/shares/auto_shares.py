@@ -4,10 +4,10 @@ Layers and parts are shared out apart from each other: prompts are read at the p
 equal times; answers at that of the slowest part, so parts do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import floor, inf
+from math import floor, gcd, inf
 
 from ..costs.cost_model import LayerSeconds
 
@@ -147,8 +147,18 @@ def choose_layers(layer_seconds: Sequence[Seconds]) -> tuple[int, ...] | None:
     return lengths if gain > 1 + WORTH_IT else None
 
 
+def heads_shared_out(kv_heads: Iterable[int], ranks: int) -> int:
+    """In so many equal steps layers of so many KV heads can all be shared out whole; 0: none can.
+
+    A layer with fewer of them than there are ranks has one that several read, whatever the shares.
+    """
+    return gcd(*(heads for heads in kv_heads if heads >= ranks))
+
+
 def whole_groups(shares: Sequence[float], kv_heads: int) -> tuple[float, ...] | None:
     """The nearest shares with which no KV head is read by two ranks; None: a rank would get none.
+
+    `kv_heads`: of a layer, or where layers differ as `heads_shared_out` has it.
 
     As exact as floats are: in hundredths, 128 query heads over 8 KV heads would be cut inside a group.
     """

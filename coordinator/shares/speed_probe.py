@@ -12,7 +12,15 @@ from ..costs.measuring_plan import MeasuringPlan
 from ..driver import Driver
 from ..driver_settings import DriverSettings
 from ..group.cluster import Group
-from .auto_shares import AutoShares, Look, choose_layers, choose_parts, next_shares, whole_groups
+from .auto_shares import (
+    AutoShares,
+    Look,
+    choose_layers,
+    choose_parts,
+    heads_shared_out,
+    next_shares,
+    whole_groups,
+)
 from .sample_model import SampleModel, sample_model
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -70,8 +78,9 @@ def probe_shares(group: Group, spec: ModelSpec, settings: DriverSettings) -> Pro
         if any(_are_near(shares, one.shares) for one in looks):
             break
         looks.append(look(shares))
+    heads = heads_shared_out((layer.kv_heads for layer in spec.layers), group.ranks)
     best = min(looks, key=lambda one: one.slowest).shares
-    uncut = whole_groups(best, spec.layers[0].kv_heads) if best != equal else None
+    uncut = whole_groups(best, heads) if best != equal else None
     whole = None
     if uncut is not None:
         near = next((one for one in looks if _are_near(uncut, one.shares)), None)

@@ -16,6 +16,7 @@ from ...proto.pieces import Piece
 from ...proto.sampling import SamplingParameters
 from ..answer import SplitText, follow
 from ..settings.options import LayoutSettings
+from ..start.blame import file_is_blamed
 
 CONVERSATION = "chat"
 
@@ -87,7 +88,8 @@ class LocalChat:
         stream = TextStream(bytes_with_marks(self.format.tokenizer), self.stops)
         _, result = follow(self.driver, request, stream, told.take, interrupted)
         told.finish()
-        return chat_answer(told.text, told.reasoning, result)
+        with file_is_blamed(self.driver.spec):
+            return chat_answer(told.text, told.reasoning, result)
 
 
 def chat_answer(text: str, reasoning: str, result: GenerationResult) -> ChatAnswer:

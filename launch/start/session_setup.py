@@ -33,6 +33,7 @@ from ..processes.restarts import RestartingGroup, StartGroup
 from ..processes.waiting_agent import AgentAhead
 from ..settings.options import GroupSettings, LayoutSettings
 from ..trace_file import trace_file
+from .blame import file_is_blamed
 from .cost_cache import settle_costs
 from .fitting import GroupPlan, fit_group, names_no_shares, settle_activations, settle_compute_type
 from .models import open_files
@@ -190,7 +191,8 @@ def open_session(
             _time_migration(driver)
         if trace is not None:
             driver.follow(trace, cluster.hellos)
-        yield RunningModel(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
+        with file_is_blamed(spec):
+            yield RunningModel(driver, placement, start_seconds, loaded, cluster, trace, fit.memory, memory)
         if costs is not None:
             costs.learn(driver)
 

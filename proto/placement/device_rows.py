@@ -44,10 +44,11 @@ PLANES = {
     "Q5_1": PlaneBits(4, 1, _NONE, Fraction(32, 32)),
 }
 
-BLOCKS = frozenset({
-    "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
-    "TQ1_0", "TQ2_0",
-})  # fmt: skip
+BLOCKS = (
+    "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S",
+    "IQ1_M", "TQ1_0", "TQ2_0",
+)  # fmt: skip
+"""All types that the kernels of blocks know: the worker's table of them follows this."""
 
 
 def has_planes(type_name: str, columns: int) -> bool:

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gearshift.coordinator.evaluation import measure_perplexity
+from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.gguf_header import read_header
+from gearshift.coordinator.model.spec import build_spec
+from gearshift.launch.start.blame import file_is_blamed
+from gearshift.proto.errors import ModelFileError
 from gearshift.tests.helpers.commands import cost, tokens_file
 from gearshift.tests.helpers.gguf_builder import build_model, key, raw_gguf, string, tensor
 from gearshift.tests.helpers.layouts import assert_as_one_process, assert_layouts_give, one_process, some_ids
@@ -160,6 +165,23 @@ def test_f05_a_row_that_is_not_whole_blocks_is_refused(refused: Refused, tmp_pat
 def test_f05_mxfp4_in_one_tensor_runs_on_every_rank(groups: RunningGroups, tmp_path: Path) -> None:
     path = build_model(tmp_path / "model.gguf", types={"blk.1.ffn_up.weight": "MXFP4"}, quant="F16")
     assert_as_one_process(groups, path, 2)
+
+
+def test_a_scale_that_is_no_number_is_named_once_no_answer_comes_of_it(
+    groups: RunningGroups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is input that cannot be taken, by its exit code too."""
+    path = build_model(tmp_path / "model.gguf", quant="Q8_0")
+    wrong = build_spec(resolve_model(str(path)), 64).tensors["blk.1.attn_k.weight"]
+    with open(path, "r+b") as file:
+        file.seek(wrong.offset)
+        file.write(np.array([np.inf], np.float16).tobytes())
+    driver = groups.load(path, 2)
+    named = pytest.raises(ModelFileError, match=r"row 0 of tensor 'blk.1.attn_k.weight' \(Q8_0\)")
+    with named as caught, file_is_blamed(driver.spec):
+        measure_perplexity(driver, some_ids(), 16, None)
+    assert caught.value.exit_code == 2
+    assert "looking whether" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv_heads", [2, [2, 2, 2, 2]], ids=["scalar", "array"])

@@ -7,7 +7,7 @@ from gearshift.worker.kernels.block_types import BLOCK_FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 
-SCALE_PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ1_M": ()}
+SCALE_PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": (), "IQ1_M": ()}
 EDGE_BYTES = (0, 255, 128, 127)
 EDGE_SCALES = (0.0, 65504.0, 2.0**-24, -1.0)
 

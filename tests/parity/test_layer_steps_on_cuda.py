@@ -34,7 +34,12 @@ UNLIKE = [("small", "Q4_K", KvType.Q8_0, (1.0, 1.0)), ("small", "Q4_K", KvType.Q
           ("small", "Q4_K", KvType.BF16, (9.0, 7.0))]  # fmt: skip
 POSITIONS = (70, 40, 0)  # the second goes on into a block of its own
 STEPS = 40
-NEAR = 0.2  # in logprob, between two ways to round activations to int8
+NEAR = 0.2  # in logprob
+# The same in the mean over all steps, between two ways to round activations to int8. The greatest of so many is a
+# matter of luck: roundings alone, played through for "small" in Q4_K over 48 seeds, gave up to 0.6 with divergences of
+# 0.001 to 0.0033 and means up to 0.021, where codes of the cache that are cut off instead of rounded gave 0.003 to
+# 0.0086 and 0.048, and a lost key up to 0.13 and 0.56.
+GAPS = 0.04
 L, T = Layout.LAYER, Layout.TENSOR
 
 Models = Callable[[str, str], Path]
@@ -109,7 +114,7 @@ def test_so_do_steps_over_q8_0_and_over_parts_cut_inside_quant_blocks_and_groups
 
 
 def assert_near_the_passes(
-    stages: "Sequence[Stage]", arenas: Sequence[torch.Tensor], batch: int, divergence_allowed: float = 5e-3
+    stages: "Sequence[Stage]", arenas: Sequence[torch.Tensor], batch: int, exact: bool = False
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Logits of greedy steps in graphs, the same twice, and what was fed."""
     from gearshift.tests.helpers.layer_stages import passed, stepped
@@ -121,10 +126,12 @@ def assert_near_the_passes(
     wanted, chosen = log_softmax(plain), log_softmax(found)
     divergence = (wanted.exp() * (wanted - chosen)).sum(-1).mean().item()
     picked = wanted.gather(-1, found.argmax(-1, keepdim=True))[..., 0]
-    gap = (wanted.amax(-1) - picked).max().item()
-    print(batch, len(stages), "KL", divergence, "gap", gap)
-    assert divergence < divergence_allowed
-    assert gap < NEAR
+    gaps = wanted.amax(-1) - picked
+    print(batch, len(stages), "KL", divergence, "gaps", gaps.mean().item(), gaps.max().item())
+    assert divergence < (1e-3 if exact else 5e-3)
+    assert gaps.mean() < GAPS
+    if exact:
+        assert gaps.max() < NEAR, "no activation is rounded to int8 there"
     return found, tokens
 
 
@@ -138,7 +145,7 @@ def test_exact_steps_in_graphs_stay_nearer_the_passes_and_a_request_among_others
 
     stages = stages_of(small_models(shape, quant), 2, kv_type=kv_type, shares=shares, exact=True)
     arenas = [stage.kv.arena.clone() for stage in stages]
-    found, tokens = assert_near_the_passes(stages, arenas, batch, divergence_allowed=1e-3)
+    found, tokens = assert_near_the_passes(stages, arenas, batch, exact=True)
     alone, _ = run_steps(stages, arenas, 1, stepped, [line[:1] for line in tokens])
     assert (alone[:, 0] - found[:, 0]).abs().max() < 5e-3 * found.abs().max()
 

@@ -50,7 +50,7 @@ RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns 
 ROW_SHAPES = [(5, 16, 1, 1), (19, 40, 2, 2), (6, 72, 8, 3), (3, 8, 4, 1)]
 BATCH_SHAPES = [(20, 24, 16, 1), (33, 8, 9, 2)]  # rows, units, batch, blocks
 MORE_BATCHES = (("Q2_K", Kernel.BATCH_8, 800), ("Q2_K", Kernel.BATCH_16, 750), ("IQ4_NL", Kernel.BATCH_8, 750))
-RAGGED_UNITS = 3  # more of them, where a block is one
+RAGGED_UNITS = {32: 3, 64: 2, 256: 0}  # more of them, by columns of a block
 OUT = {Kernel.EXPAND_BF16: torch.bfloat16, Kernel.EXPAND_F16: torch.float16, Kernel.EXPAND_F32: torch.float32}
 
 Launch = Callable[[int, int, list[torch.Tensor | None], list[int]], None]
@@ -95,7 +95,7 @@ class Told:
 
 
 def some_blocks(name: str, rows: int, units: int) -> Blocks:
-    units += RAGGED_UNITS if BLOCK_FORMATS[name].block_columns == 32 else 0
+    units += RAGGED_UNITS[BLOCK_FORMATS[name].block_columns]
     return blocks_from_gguf(name, torch.from_numpy(random_block_rows(name, rows, 32 * units)))
 
 
@@ -144,7 +144,7 @@ def check_expand(name: str, kernel: Kernel, card: int, launch: Launch) -> Lines:
     """Bit by bit what the file's decoder gives."""
     lines: Lines = []
     for aligned, wide, factor in ((1, 0, 1.0), (0, 1, 32.0), (1, 2, 0.125)):
-        columns = 512 if BLOCK_FORMATS[name].block_columns == 256 else 416
+        columns = {32: 416, 64: 448, 256: 512}[BLOCK_FORMATS[name].block_columns]
         blocks = blocks_from_gguf(name, torch.from_numpy(random_block_rows(name, 9, columns, edges=True)))
         ids = torch.tensor([8, 0, 3, 3, 4], dtype=torch.int64 if wide == 2 else torch.int32)
         rows, stride = (len(ids), columns + 16) if wide else (9, columns + 16)

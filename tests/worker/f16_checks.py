@@ -20,10 +20,10 @@ from gearshift.proto.ids import KvType, Layout, Rank, RequestId
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.tests.helpers.interpreted_steps import plain_exact_product, plain_product
 from gearshift.tests.helpers.interpreted_triton import mend_scalars
 from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage, Upload
-from gearshift.tests.worker.layer_step_checks import plain_exact_product, plain_product
 from gearshift.worker.kernels import attention, quant_ops, step_ops
 from gearshift.worker.kernels.elementwise import gated
 from gearshift.worker.kv import KvStore, SlotRun

@@ -3,27 +3,26 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import quants
 
+from gearshift.proto.placement.device_rows import PLANES, has_blocks
 from gearshift.tests.helpers.block_rows import random_block_rows
-from gearshift.worker.kernels.block_ops import sharing_warps
+from gearshift.worker.kernels.block_decoders import DECODERS
+from gearshift.worker.kernels.block_ops import sharing_warps, sources_of
 from gearshift.worker.kernels.block_source import ROW_WARPS, Kernel, batch_warps, shared_bytes, source
 from gearshift.worker.kernels.block_types import (
     BLOCK_FORMATS,
     blocks_from_gguf,
     expanded_blocks,
-    has_blocks,
     stack_blocks,
 )
 from gearshift.worker.kernels.codebooks import grid_words, table_words
-from gearshift.worker.kernels.quant_planes import FORMATS
 
 
 @pytest.mark.parametrize("type_name", sorted(BLOCK_FORMATS))
-def test_blocks_are_of_the_files_sizes_and_no_type_has_planes_too(type_name: str) -> None:
-    form = BLOCK_FORMATS[type_name]
-    assert (form.block_columns, form.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    assert type_name not in FORMATS
+def test_a_type_kept_as_blocks_has_a_decoder_and_no_planes(type_name: str) -> None:
+    assert type_name in DECODERS
+    assert type_name not in PLANES
 
 
 def test_widths_that_are_no_whole_blocks_have_none() -> None:
@@ -57,7 +56,7 @@ def test_entries_of_four_are_the_values_of_the_codebook(type_name: str) -> None:
 
 
 def test_tables_of_four_bits_are_those_of_the_gguf_package() -> None:
-    for type_name in ("IQ4_NL", "MXFP4"):
+    for type_name in ("IQ4_NL", "MXFP4", "NVFP4"):
         assert BLOCK_FORMATS[type_name].table == getattr(quants, type_name).kvalues
     assert BLOCK_FORMATS["IQ4_XS"].table == quants.IQ4_NL.kvalues
     assert table_words((1, -1, 0, 127)) == [0x7F00FF01]
@@ -71,6 +70,16 @@ def test_tables_and_tiles_fit_what_a_kernel_may_have_without_asking(kernel: Kern
 def test_sources_of_two_types_or_kernels_are_never_the_same() -> None:
     sources = [source(form, kernel) for form in BLOCK_FORMATS.values() for kernel in Kernel]
     assert len(set(sources)) == len(sources)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_all_kernels_that_steps_and_prompts_take_are_compiled_ahead_each_once(exact: bool) -> None:
+    kernels = (Kernel.EXPAND_F32,) if exact else (Kernel.ROW, Kernel.BATCH_8, Kernel.BATCH_16)
+    forms = BLOCK_FORMATS["IQ2_S"], BLOCK_FORMATS["Q2_K"]
+    wanted = {source(form, kernel) for form in forms for kernel in (*kernels, Kernel.EXPAND_F16)}
+    found = sources_of(["IQ2_S", "Q2_K", "IQ2_S"], torch.float16, exact)
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
 
 
 @pytest.mark.parametrize(("rows", "units"), [(14336, 128), (4096, 448), (512, 128), (64, 8), (1, 1), (151936, 160)])

@@ -201,12 +201,28 @@ def test_kernels_between_products_are_right_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.step_kernel_checks"], TRITON_INTERPRET="1")
 
 
+def test_attention_over_the_cache_is_right_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.attention_kernel_checks"], TRITON_INTERPRET="1")
+
+
+def test_sums_over_ranks_are_right_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.exchange_kernel_checks"], TRITON_INTERPRET="1")
+
+
 def test_sampled_choices_are_the_samplers_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.draw_kernel_checks"], TRITON_INTERPRET="1")
 
 
 def test_steps_of_the_layer_layout_are_what_its_passes_are_in_the_interpreter() -> None:
     run(["-m", "gearshift.tests.worker.layer_step_checks"], TRITON_INTERPRET="1")
+
+
+def test_steps_of_the_tensor_layout_are_those_of_the_layer_layout_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.tensor_step_checks"], TRITON_INTERPRET="1")
+
+
+def test_chunks_in_pieces_and_what_is_prepared_for_them_are_right_in_the_interpreter() -> None:
+    run(["-m", "gearshift.tests.worker.chunk_checks"], TRITON_INTERPRET="1")
 
 
 def test_products_of_many_rows_are_right_when_a_compiler_for_the_host_runs_their_source() -> None:

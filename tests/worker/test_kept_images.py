@@ -13,7 +13,7 @@ import torch
 from gearshift.tests.helpers.noted_library import FUNCTION, NotedLibrary
 from gearshift.worker.cuda_driver import CudaDriver
 from gearshift.worker.kernels import cuda_source
-from gearshift.worker.kernels.batch_kernels import Images, variants_of
+from gearshift.worker.kernels.batch_kernels import Images, compile_ahead, variants_of
 from gearshift.worker.kernels.cuda_source import CompileError, CudaKernel
 from gearshift.worker.kernels.kept_images import KeptImages, image_key
 
@@ -154,6 +154,14 @@ def test_the_kernels_of_a_model_are_named_once_those_for_few_requests_first() ->
     assert [variant.rows_of_eight for variant in variants] == [1] * 4 + [2] * 4
     assert [variant.whole for variant in variants[:4]] == [True, True, True, False]
     assert len({variant.source for variant in variants}) == 8
+
+
+def test_a_model_that_takes_no_such_kernel_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact steps over planes alone, or floats: there may be no NVRTC."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked.append)
+    compile_ahead([], 0, 2, torch.device("cuda"))
+    assert asked == []
 
 
 def test_a_launch_hands_over_addresses_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

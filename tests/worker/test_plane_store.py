@@ -15,11 +15,12 @@ from gearshift.proto.errors import ProtocolError
 from gearshift.proto.ids import Layout, Rank, WeightSource
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.cuts import place
+from gearshift.proto.placement.device_rows import has_blocks
 from gearshift.proto.placement.memory import Holding, held_bytes
 from gearshift.proto.placement.migration import migration, transfers
 from gearshift.proto.placement.plan import Placement
 from gearshift.tests.helpers.gguf_builder import build_model
-from gearshift.worker.kernels.block_types import blocks_from_gguf, has_blocks
+from gearshift.worker.kernels.block_types import blocks_from_gguf
 from gearshift.worker.kernels.matrix import AnyMatrix
 from gearshift.worker.kernels.quant_planes import from_gguf, has_planes
 from gearshift.worker.links.kv_moves import KvMoves

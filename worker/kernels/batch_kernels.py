@@ -128,6 +128,8 @@ def compile_ahead(
 ) -> None:
     """Begin to compile all that these will take, and `more`, while their matrices are being loaded."""
     sources = [*(variant.source for variant in variants_of(launches)), *more]
+    if not sources:
+        return  # nor is there any need of the compiler
     threads = min(MOST_THREADS, torch.get_num_threads())
     images_for(torch.cuda.get_device_capability(device)).make_ahead(sources, len(sources) * rank // ranks, threads)
 

@@ -120,6 +120,29 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 }
 """
 
+NVFP4 = r"""
+struct Raw { Field<16> codes; unsigned scales; };
+
+__device__ __forceinline__ void load_unit(Raw& raw, const Start& block, int part) {
+  raw.codes.load(block, 4 + part * 16);
+  raw.scales = stream_part(block.at(0));
+}
+
+// e4m3 whose sign does not count, halved as codes are doubled: the bits of an f16 of 1/128. All ones but the sign is 0.
+__device__ __forceinline__ float scale_of_e4m3(unsigned code) {
+  return code == 127 ? 0.0f : half_bits((code & 127) << 7) * 128.0f;
+}
+
+__device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int part, const Books&) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {  // 16 columns: eight in low nibbles, then eight in high ones
+#pragma unroll
+    for (int w = 0; w < 2; w++) by_table(&unit.code[2 * i][w], &unit.code[2 * i + 1][w], raw.codes.word(2 * i + w));
+    unit.scale[i] = scale_of_e4m3(raw.scales >> (16 * part + 8 * i) & 255);
+  }
+}
+"""
+
 IQ2_XXS = r"""
 struct Raw { Field<8> codes; unsigned super; };
 
@@ -317,7 +340,7 @@ __device__ __forceinline__ void decode_unit(Unit& unit, const Raw& raw, int, con
 """
 
 DECODERS = {
-    "Q2_K": Q2_K, "Q3_K": Q3_K, "IQ4_NL": IQ4_NL, "IQ4_XS": IQ4_XS, "MXFP4": MXFP4, "IQ2_XXS": IQ2_XXS,
-    "IQ2_XS": IQ2_XS, "IQ2_S": IQ2_S, "IQ3_XXS": IQ3_XXS, "IQ3_S": IQ3_S, "IQ1_S": IQ1_S, "IQ1_M": IQ1_M,
-    "TQ1_0": TQ1_0, "TQ2_0": TQ2_0,
+    "Q2_K": Q2_K, "Q3_K": Q3_K, "IQ4_NL": IQ4_NL, "IQ4_XS": IQ4_XS, "MXFP4": MXFP4, "NVFP4": NVFP4,
+    "IQ2_XXS": IQ2_XXS, "IQ2_XS": IQ2_XS, "IQ2_S": IQ2_S, "IQ3_XXS": IQ3_XXS, "IQ3_S": IQ3_S, "IQ1_S": IQ1_S,
+    "IQ1_M": IQ1_M, "TQ1_0": TQ1_0, "TQ2_0": TQ2_0,
 }  # fmt: skip

@@ -28,10 +28,12 @@ ALIGNED_BYTES = 16  # at which eight values are stored at once
 FILLING_TILES = 4096  # so many shares of rows fill any card: fewer are shared by more warps
 
 
-def sources_of(types: Iterable[str], compute_type: torch.dtype) -> list[str]:
-    """What matrices of these types take, those for few requests first; expansions to f32 are made when they are met."""
+def sources_of(types: Iterable[str], compute_type: torch.dtype, exact: bool) -> list[str]:
+    """What matrices of these types take, those for few requests first. `exact`: steps without activations in int8."""
     forms = [BLOCK_FORMATS[name] for name in dict.fromkeys(types)]
-    kernels = (Kernel.ROW, EXPANSIONS[compute_type], Kernel.BATCH_8, Kernel.BATCH_16)
+    prompts = EXPANSIONS[compute_type]
+    products = (Kernel.ROW, prompts, Kernel.BATCH_8, Kernel.BATCH_16)
+    kernels = (Kernel.EXPAND_F32, prompts) if exact else products
     return [block_source.source(form, kernel) for kernel in kernels for form in forms]
 
 

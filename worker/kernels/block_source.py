@@ -8,7 +8,7 @@ Three kernels, the same for all types but for how a unit of 32 columns is taken 
   multiplies them there by the matrix units, each scale's columns for themselves. Warps share a tile's columns.
 * `expand`: rows as floats, times a factor: for prompts into 16 bits, rows of an embedding into f32.
 
-Sums of whole numbers below 2^22 come out as floats without a conversion (see MAGIC in `batch_source`). Blocks of
+Sums of whole numbers below 2^22 come out as floats without a conversion (see MAGIC in `cuda_text`). Blocks of
 threads stay, as tables are copied into shared memory first, and take tiles in turn; a lane loads its next unit, of the
 next tile too, before it takes apart the one it holds. Shares of warps are added in warp order.
 '''
@@ -16,12 +16,12 @@ next tile too, before it takes apart the one it holds. Shares of warps are added
 from enum import StrEnum
 
 from ...proto.device_sizes import MOST_ROWS, SPAN
-from .batch_source import INSTRUCTIONS, defines
 from .block_decoders import DECODERS
 from .block_products import MULTIPLY_BATCH, MULTIPLY_ROW
 from .block_types import BlockFormat
 from .block_units import COMMON
 from .codebooks import grid_words, table_words
+from .cuda_text import DELIVER, INSTRUCTIONS, defines
 
 ROW_WARPS, BATCH_WARPS, EXPAND_WARPS = 8, 4, 8  # of a block of threads
 ROW_BLOCKS, BATCH_BLOCKS, EXPAND_BLOCKS = 3, 4, 4  # that must fit a multiprocessor at once, which bounds registers
@@ -91,21 +91,6 @@ __device__ __forceinline__ Books fill_books(unsigned* grid, unsigned* signs) {
 
 __device__ __forceinline__ Bytes block_at(Bytes blocks, int row, int row_bytes, int unit) {
   return blocks + (long)row * row_bytes + unit / PARTS * BLOCK_BYTES;
-}
-
-// A sum, and where it is partial to the other ranks at once, value and number in one word.
-__device__ __forceinline__ void deliver(float sum, float* out, int out_stride, int n, int b,
-                                        unsigned long long* const* inboxes, const int* sequence, int first, int width,
-                                        int ranks, int rank) {
-  out[(long)b * out_stride + n] = sum;
-  if (ranks > 1) {
-    int number = sequence[b] + 1;
-    long to = ((long)((number & 1) * ranks + rank) * ROWS + b) * width + first + n;
-    unsigned long long word = ((unsigned long long)number << 32) | __float_as_uint(sum);
-#pragma unroll 1
-    for (int peer = 0; peer < ranks; peer++)
-      if (peer != rank) ((volatile unsigned long long*)inboxes[peer])[to] = word;
-  }
 }
 """
 
@@ -223,7 +208,8 @@ def source(form: BlockFormat, kernel: Kernel) -> str:
     assert SPAN == 256, "a tile of a batch is a span wide"
     entries = ", ".join(f"{word:#010x}" for word in grid)
     words = f"__device__ const unsigned GRID[] = {{{entries}}};\n" if grid else ""
-    return defines(facts) + words + INSTRUCTIONS + MORE_INSTRUCTIONS + COMMON + DECODERS[form.name] + SHARED + text
+    shared = INSTRUCTIONS + DELIVER + MORE_INSTRUCTIONS + COMMON
+    return defines(facts) + words + shared + DECODERS[form.name] + SHARED + text
 
 
 def shared_bytes(form: BlockFormat, kernel: Kernel) -> int:

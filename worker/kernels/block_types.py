@@ -10,23 +10,32 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as dequantize_blocks
 from torch import Tensor
 
+from ...proto.placement import quant_blocks
+from ...proto.placement.device_rows import BLOCKS
+
 FOUR_BITS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """What the kernels have to know of a GGUF type. The last seven: see `block_decoders`."""
+    """What the kernels have to know of a GGUF type. All but the name: see `block_decoders`."""
 
     name: str
-    block_columns: int
-    block_bytes: int
     scales: int = 1  # of a unit of 32 columns
     strided: bool = False
     has_mins: bool = False
     zero: int = 0  # taken from every code
     table: tuple[int, ...] = ()  # values of a code of four bits
     sign_bits: int = 0  # that the file keeps of eight signs beside an entry of a codebook
+
+    @property
+    def block_columns(self) -> int:
+        return quant_blocks.block_columns(self.name)
+
+    @property
+    def block_bytes(self) -> int:
+        return quant_blocks.file_bytes(self.name, self.block_columns)
 
     @property
     def aligned(self) -> int:
@@ -37,25 +46,27 @@ class BlockFormat:
         return columns // self.block_columns * self.block_bytes
 
 
-BLOCK_FORMATS = {
+_UNLIKE_THE_PLAINEST = {
     form.name: form
     for form in (
-        BlockFormat("Q2_K", 256, 84, scales=4, strided=True, has_mins=True),
-        BlockFormat("Q3_K", 256, 110, scales=4, strided=True, zero=4),
-        BlockFormat("IQ4_NL", 32, 18, table=FOUR_BITS),
-        BlockFormat("IQ4_XS", 256, 136, table=FOUR_BITS),
-        BlockFormat("MXFP4", 32, 17, table=FLOATS),
-        BlockFormat("IQ2_XXS", 256, 66, sign_bits=7),
-        BlockFormat("IQ2_XS", 256, 74, scales=2, sign_bits=7),
-        BlockFormat("IQ2_S", 256, 82, scales=2, sign_bits=8),
-        BlockFormat("IQ3_XXS", 256, 98, sign_bits=7),
-        BlockFormat("IQ3_S", 256, 110, sign_bits=8),
-        BlockFormat("IQ1_S", 256, 50),
-        BlockFormat("IQ1_M", 256, 56, scales=2),
-        BlockFormat("TQ1_0", 256, 54, zero=1),
-        BlockFormat("TQ2_0", 256, 66, strided=True, zero=1),
+        BlockFormat("Q2_K", scales=4, strided=True, has_mins=True),
+        BlockFormat("Q3_K", scales=4, strided=True, zero=4),
+        BlockFormat("IQ4_NL", table=FOUR_BITS),
+        BlockFormat("IQ4_XS", table=FOUR_BITS),
+        BlockFormat("MXFP4", table=FLOATS),
+        BlockFormat("NVFP4", scales=2, table=FLOATS),
+        BlockFormat("IQ2_XXS", sign_bits=7),
+        BlockFormat("IQ2_XS", scales=2, sign_bits=7),
+        BlockFormat("IQ2_S", scales=2, sign_bits=8),
+        BlockFormat("IQ3_XXS", sign_bits=7),
+        BlockFormat("IQ3_S", sign_bits=8),
+        BlockFormat("IQ1_M", scales=2),
+        BlockFormat("TQ1_0", zero=1),
+        BlockFormat("TQ2_0", strided=True, zero=1),
     )
 }
+BLOCK_FORMATS = {name: _UNLIKE_THE_PLAINEST.get(name, BlockFormat(name)) for name in BLOCKS}
+"""Of all types that a plan counts as blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +85,6 @@ class Blocks:
     def slice_rows(self, first: int, end: int) -> "Blocks":
         """Some rows; a view."""
         return Blocks(self.format, end - first, self.columns, self.data[first:end])
-
-
-def has_blocks(type_name: str, columns: int) -> bool:
-    """Whether matrices of this type and width can be kept as blocks."""
-    return type_name in BLOCK_FORMATS and columns > 0 and columns % BLOCK_FORMATS[type_name].block_columns == 0
 
 
 def blocks_from_gguf(type_name: str, raw: Tensor) -> Blocks:

@@ -7,7 +7,8 @@ only matrices of one tensor are, and these have one type.
 
 from collections.abc import Sequence
 
-from .batch_source import INSTRUCTIONS, SOURCE, defines, tile_facts, type_facts
+from .batch_source import SOURCE, tile_facts, type_facts
+from .cuda_text import DELIVER, INSTRUCTIONS, defines
 from .quant_planes import PlaneFormat
 
 HEAD = """
@@ -32,7 +33,7 @@ BRANCH = """
 
 def grouped_source(forms: Sequence[PlaneFormat], tile: tuple[int, ...], rows_of_eight: int, whole: bool) -> str:
     """A kernel as `batch_source.source`, of pieces of these types. Blocks are the first piece's, then the second's."""
-    parts = [defines(tile_facts(tile, rows_of_eight, whole)), INSTRUCTIONS]
+    parts = [defines(tile_facts(tile, rows_of_eight, whole)), INSTRUCTIONS, DELIVER]
     for number, form in enumerate(forms):
         facts = type_facts(form)
         undone = "".join(f"#undef {name}\n" for name in facts)

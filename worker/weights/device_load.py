@@ -10,11 +10,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from ...proto.model import TensorInfo
+from ...proto.placement.device_rows import has_blocks
 from ...proto.placement.slices import TensorSlice
 from ...proto.ranges import ColumnRange
 from ..kernels import batch_kernels, block_ops
 from ..kernels.block_source import Kernel
-from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf, has_blocks
+from ..kernels.block_types import BLOCK_FORMATS, blocks_from_gguf
 from ..kernels.grouping import launches
 from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
 from ..kernels.quant_planes import FORMATS, Piece, has_planes, sort_by_rows
@@ -69,16 +70,15 @@ class DeviceLoader:
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
-        if self._exact:
-            return  # int8 products of batches are what takes long
         together: dict[batch_kernels.Launch, None] = {}
         blocks: list[str] = []
         for cuts in matrices:
             for pieces in launches(stacked_pieces(cuts), lambda piece: piece[0] in FORMATS):
                 planes = tuple((kind, rows, columns) for kind, rows, columns in pieces if kind in FORMATS)
-                together |= {planes: None} if planes else {}
+                # Exact products of planes are Triton's.
+                together |= {planes: None} if planes and not self._exact else {}
                 blocks += [kind for kind, _, _ in pieces if kind in BLOCK_FORMATS]
-        more = block_ops.sources_of(blocks, self.workspace.dtype)
+        more = block_ops.sources_of(blocks, self.workspace.dtype, self._exact)
         batch_kernels.compile_ahead(together, rank, ranks, self._device, more)
 
     def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:

@@ -12,7 +12,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..kernels.block_types import BLOCK_FORMATS, Blocks, has_blocks, stack_blocks
+from ...proto.placement.device_rows import has_blocks
+from ..kernels.block_types import BLOCK_FORMATS, Blocks, stack_blocks
 from ..kernels.quant_planes import FORMATS, Piece, Planes, from_gguf, has_planes, stack
 from .load import Cut
 

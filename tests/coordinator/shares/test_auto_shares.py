@@ -13,6 +13,7 @@ from gearshift.coordinator.shares.auto_shares import (
     choose_layers,
     choose_parts,
     equal_stages,
+    heads_shared_out,
     next_shares,
     part_shares,
     slowest_stage,
@@ -172,6 +173,26 @@ def test_the_nearest_shares_that_cut_no_kv_group_give_each_rank_whole_kv_heads(
             cut = place(model_spec([layer_spec(group * kv_heads, kv_heads, 1536)]), len(shares), tensor_shares=found)
             ends = [part.query.end for part in cut.layers[0].parts]
             assert all(end % group == 0 for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "steps"),
+    [((8, 8), 2, 8), ((8, 4), 2, 4), ((4, 8, 6), 2, 2), ((8, 1), 2, 8), ((4, 8), 6, 8), ((8, 3), 2, 1), ((1, 1), 2, 0)],
+)
+def test_where_layers_differ_in_kv_heads_parts_are_whole_ones_of_all_that_can_be_shared_out(
+    kv_heads: tuple[int, ...], ranks: int, steps: int
+) -> None:
+    assert heads_shared_out(kv_heads, ranks) == steps
+
+
+def test_no_layers_groups_are_cut_where_layers_differ_in_kv_heads() -> None:
+    layers = [layer_spec(24, heads, 1536) for heads in (8, 4)]
+    found = whole_groups((0.61, 0.39), heads_shared_out((8, 4), 2))
+    assert found == (0.5, 0.5)
+    assert whole_groups((0.7, 0.3), heads_shared_out((8, 4), 2)) == (0.75, 0.25)
+    for shares in (found, (0.75, 0.25)):
+        for layer, cut in zip(layers, place(model_spec(layers), 2, tensor_shares=shares).layers, strict=True):
+            assert all(part.query.end % (24 // layer.kv_heads) == 0 for part in cut.parts)
 
 
 def test_parts_that_cut_a_kv_group_must_make_steps_clearly_quicker() -> None:

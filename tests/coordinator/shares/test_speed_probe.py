@@ -83,6 +83,11 @@ def test_stages_and_parts_follow_the_measured_speeds() -> None:
     assert isinstance(group.log[-1], UnloadModel)
 
 
+def test_parts_cut_no_kv_group_though_the_first_layer_has_other_heads_than_the_rest() -> None:
+    spec = model_spec([layer_spec(8, 1), *[layer_spec(8, 4)] * 29])
+    assert probe_shares(TimedGroup((1.0, 0.35)), spec, SETTINGS).shares.parts == (0.75, 0.25)
+
+
 def test_what_a_part_takes_whatever_its_size_is_found_by_a_second_look() -> None:
     found = probe_shares(TimedGroup((1.0, 0.5), fixed=0.1), model_spec([PLAIN] * 30), SETTINGS)
     # 0.1 + x = 2 (0.1 + 1 - x), so x = 0.7; the feed-forward of 192 columns is cut in eights of it
