@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gearshift.launch.bench.runs import AUTO, Combination, TimedRun
-from gearshift.proto.generation_result import JourneyForecast
+from gearshift.proto.generation_result import JourneyForecast, StageTimes
+from gearshift.proto.ids import Rank
 
 PARTS = ("all", "constant", "prompt", "shift", "answer")
 LEGEND = (
-    "ms predicted/measured (medians); * auto's choice. const: all that is in no other part; prompt: its chunks' own "
-    "times without gaps; shift: as the answer waited for it. Then what the busiest rank waited beside chunks; the "
-    "chunks."
+    "ms predicted/measured (medians); * auto's choice. const: all that is in no other part; prompt: chunks as they "
+    "took their ranks, with messages and moves beside them (least run); shift: as the answer waited for it; "
+    "answer: as its ticks took the ranks. "
+    "Then how long the busiest rank waited for the stage before, and was at messages and moves; the chunks."
 )
 
 
@@ -25,7 +27,9 @@ def pair_parts(runs: Sequence[TimedRun]) -> dict[str, dict[str, Any]]:
         found[pair.name] = {
             "predicted": _medians([_predicted(one) for one in theirs]),
             "measured": _medians([_measured(run) for run in mine]),
-            "waited": statistics.median(_busiest_waited(run) for run in mine),
+            "least_prompt": min(run.result.prefill.work_seconds for run in mine),
+            "waited": statistics.median(stage.waiting_seconds for stage in map(_busiest, mine)),
+            "beside": statistics.median(stage.beside_seconds for stage in map(_busiest, mine)),
             "chunks": list(mine[-1].result.prefill.chunks),
             "runs": len(mine),
         }
@@ -43,7 +47,7 @@ def _predicted(one: JourneyForecast) -> dict[str, float]:
 
 
 def _measured(run: TimedRun) -> dict[str, float]:
-    prompt, answer = run.result.prefill.work_seconds, run.result.decode.seconds
+    prompt, answer = run.result.prefill.work_seconds, run.result.decode.work_seconds
     rest = run.wall_seconds - prompt - run.exposed_seconds - answer
     return _row(run.wall_seconds, rest, prompt, run.exposed_seconds, answer)
 
@@ -52,9 +56,8 @@ def _row(*seconds: float) -> dict[str, float]:
     return dict(zip(PARTS, seconds, strict=True))
 
 
-def _busiest_waited(run: TimedRun) -> float:
-    stages = run.result.prefill.stages
-    return max(stages, key=lambda stage: stage.busy_seconds).waiting_seconds if stages else 0.0
+def _busiest(run: TimedRun) -> StageTimes:
+    return max(run.result.prefill.stages, key=lambda stage: stage.busy_seconds, default=StageTimes(Rank(0), 0.0, 0.0))
 
 
 def parts_lines(cell: Mapping[str, Any]) -> list[str]:
@@ -69,10 +72,11 @@ def _line(cell: Mapping[str, Any], name: str, parts: Mapping[str, Any]) -> str:
     told = [f"{cell['prompt']:>6}+{cell['answer']:<5}{words}{chosen}"]
     for part in PARTS:
         before = "-" if predicted is None else f"{1e3 * predicted[part]:.1f}"
-        off = _off(predicted, measured) if part == "all" else ""
+        off = {"all": _off(predicted, measured), "prompt": f" ({1e3 * parts['least_prompt']:.1f})"}.get(part, "")
         told.append(f"{part.replace('constant', 'const')} {before}/{1e3 * measured[part]:.1f}{off}")
     chunks = parts["chunks"]
-    told.append(f"waited {1e3 * parts['waited']:.1f}, {len(chunks)} x <= {max(chunks, default=0)}")
+    told.append(f"waited {1e3 * parts['waited']:.1f} beside {1e3 * parts['beside']:.1f}")
+    told.append(f"{len(chunks)} x <= {max(chunks, default=0)}")
     return " ".join(told)
 
 

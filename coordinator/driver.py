@@ -50,6 +50,7 @@ from .group.clock_offsets import clock_offsets
 from .group.cluster import Group
 from .group.load_result import LoadResult
 from .group.talk import GroupTalk
+from .lone_request import LoneRequest
 from .policy.planning import GroupSnapshot, plan_request
 from .policy.policy import Journey, journeys
 from .request_stories import RequestStories
@@ -80,6 +81,7 @@ class Driver:
         self._scheduler = self._new_scheduler()
         self._talk = GroupTalk(group, clock, self._hear, self._note_events, settings.answer_timeout_seconds)
         self._stories = RequestStories()
+        self._lone = LoneRequest()
         self._known_costs = KnownCosts()
         self._regroup: Callable[[GearshiftError], None] | None = None
         self.restarts = 0
@@ -164,7 +166,8 @@ class Driver:
         kv_format = self._settings.kv_format
         by_rank = timed(plan, self._measured, on_part)
         shift_bytes = 0 if kv_format is None else shift_bytes_a_token(self._spec, self._placement, kv_format)
-        return Measurement(plan, self._placement, by_rank, shift_bytes, self._spec.hidden)
+        beside = self._talk.message_seconds(), self._settings.steps_a_tick
+        return Measurement(plan, self._placement, by_rank, shift_bytes, self._spec.hidden, *beside)
 
     def _measured(self, command: MeasureCosts) -> tuple[CostsMeasured, ...]:
         return self._talk.ask(command, CostsMeasured, "measure costs")
@@ -245,6 +248,7 @@ class Driver:
         plan = self.plan(request)
         if self._trace is not None:
             self._trace.submitted(plan, began, self._clock())
+        self._lone.submitted(plan, began, alone=self._scheduler.idle and not self._scheduler.weights.migrates)
         self._next_request += 1
         self._begin(plan)
         return plan.request_id
@@ -329,6 +333,7 @@ class Driver:
 
     def _load_again(self) -> None:
         self._talk.forget_answers()
+        self._lone.forget()
         counts, self._scheduler = self._scheduler.shift_counts, self._new_scheduler()
         self._scheduler.shift_counts = counts
         self.load()
@@ -391,4 +396,5 @@ class Driver:
         if self._trace is not None:
             for event in events:
                 self._trace.heard(event, now)
+        self._known_costs.request_ended(self._lone.time_beside(events, now))
         self._stories.note(events, now)

@@ -37,11 +37,15 @@ class DriverSettings:
     tick_timeout_seconds: float = 300.0
     answer_timeout_seconds: float = 60.0  # without any progress of a load, or without an answer
 
+    @property
+    def steps_a_tick(self) -> int:
+        """Decode steps of a tick without chunks, at most."""
+        return self.lookahead_steps or LOOKAHEAD_STEPS["cpu" if self.device == "cpu" else "cuda"]
+
     def for_scheduler(self, ranks: int) -> SchedulerSettings:
         """What the scheduler of a group of `ranks` is to know of this."""
-        lookahead = self.lookahead_steps or LOOKAHEAD_STEPS["cpu" if self.device == "cpu" else "cuda"]
         return SchedulerSettings(
-            ranks, self.max_open, lookahead, kept_sequences=self.kept_sequences,
+            ranks, self.max_open, self.steps_a_tick, kept_sequences=self.kept_sequences,
             shift_in_place=self.shift_in_place, swap_blocks=self.swap_blocks,
         )  # fmt: skip
 

@@ -11,7 +11,6 @@ from ..proto.generation_result import (
     StageTimes,
 )
 from ..proto.ids import Layout, Rank
-from .chunks.flow_shop import makespan
 from .schedule.session import Session
 
 
@@ -48,10 +47,8 @@ def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
     chunks = session.plan.chunks[: session.chunks_handed_out]
     seconds = _between(times.started, times.prompt_read)
     stages = tuple(
-        StageTimes(Rank(rank), sum(chunk_seconds), waiting)
-        for rank, (chunk_seconds, waiting) in enumerate(
-            zip(session.chunk_seconds, session.waiting_seconds, strict=True)
-        )
+        StageTimes(Rank(rank), sum(own for _, own in chunks), waiting, sum(beside for beside, _ in chunks))
+        for rank, (chunks, waiting) in enumerate(zip(session.chunk_seconds, session.waiting_seconds, strict=True))
     )
     return PrefillResult(
         layout=session.plan.prefill,
@@ -62,18 +59,26 @@ def _prefill(session: Session, times: RequestTimes) -> PrefillResult:
         chunk_reason=session.plan.chunk_reason,
         stages=stages,
         cached_tokens=session.plan.cached_tokens,
-        work_seconds=_work_seconds(session),
+        work_seconds=work_seconds(session),
     )
 
 
-def _work_seconds(session: Session) -> float:
-    """Under tensor parallelism whoever came last to a chunk did not wait for the others: the least counts."""
+def work_seconds(session: Session) -> float:
+    """That the chunks need which were read, each as long as it took its ranks, if no stage waits more than it must.
+
+    What is beside a chunk is done while its hidden rows are on their way.
+    """
     read = min(map(len, session.chunk_seconds))  # of a request that was cut short not every stage has all
-    rows = [seconds[:read] for seconds in session.chunk_seconds]
-    if session.plan.prefill is Layout.LAYER and read:
-        return makespan(rows)
-    together: list[float] = [min(chunk) for chunk in zip(*rows, strict=True)]
-    return sum(together)
+    rows = [chunks[:read] for chunks in session.chunk_seconds]
+    if session.plan.prefill is Layout.TENSOR:  # whoever came last did not wait for the others
+        together: list[float] = [min(map(sum, chunk)) for chunk in zip(*rows, strict=True)]
+        return sum(together)
+    ended = [0.0] * read  # of each chunk, on the stage looked at last
+    for row in rows:
+        free = 0.0
+        for chunk, (beside, own) in enumerate(row):
+            free = ended[chunk] = max(free + beside, ended[chunk]) + own
+    return max(ended, default=0.0)
 
 
 def _shift(session: Session, source: Layout, to: Layout) -> ShiftResult | None:
@@ -96,7 +101,7 @@ def _decode(session: Session, times: RequestTimes, exposed_seconds: float) -> De
     """The exposed part of the shift is the shift's, not the decode's."""
     steps = session.steps_done
     seconds = max(0.0, _between(times.prompt_read, times.last_result) - exposed_seconds) if steps else 0.0
-    return DecodeResult(session.layout, steps, seconds, _rate(steps, seconds))
+    return DecodeResult(session.layout, steps, seconds, _rate(steps, seconds), min(session.step_seconds))
 
 
 def _between(first: float | None, last: float | None) -> float:

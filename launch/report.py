@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import to_builtins
-from msgspec.structs import asdict
 
 from ..coordinator.fit.device_memory import DeviceUse
-from ..proto.generation_result import FinishReason, GenerationResult, PrefillResult, ShiftFailure, ShiftResult
+from ..proto.generation_result import (
+    DecodeResult,
+    FinishReason,
+    GenerationResult,
+    PrefillResult,
+    ShiftFailure,
+    ShiftResult,
+)
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
 
@@ -51,7 +57,7 @@ def run_facts(
         "prefill": _prefill_facts(result.prefill, placement),
         "policy": [to_builtins(journey) for journey in result.policy],
         "shift": _shift_facts(result.shift, result.shift_failure),
-        "decode": asdict(result.decode),
+        "decode": _decode_facts(result.decode),
         "start_seconds": start_seconds,
         "load_seconds": load_seconds,
         "memory": [_memory_facts(report, uses) for report in sorted(memory, key=lambda one: one.rank)],
@@ -109,6 +115,13 @@ def _shift_facts(shift: ShiftResult | None, failure: ShiftFailure | None) -> dic
 def _failure_facts(failure: ShiftFailure) -> dict[str, Any]:
     kind = str(failure.kind)
     return {"from": str(failure.source), "to": str(failure.to), "failed": kind, "reason": failure.reason}
+
+
+def _decode_facts(decode: DecodeResult) -> dict[str, Any]:
+    return {
+        "layout": str(decode.layout), "steps": decode.steps, "seconds": decode.seconds,
+        "tokens_per_second": decode.tokens_per_second,
+    }  # fmt: skip
 
 
 def _memory_facts(report: MemoryReported, uses: Sequence[DeviceUse]) -> dict[str, int]:

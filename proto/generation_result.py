@@ -18,11 +18,12 @@ class FinishReason(StrEnum):
 
 
 class StageTimes(Struct, frozen=True):
-    """One rank's seconds over a request's prompt: computing, and waiting for the stage before."""
+    """One rank's seconds over a request's prompt: computing, waiting for the stage before, messages and moves."""
 
     rank: Rank
     busy_seconds: float
     waiting_seconds: float
+    beside_seconds: float = 0.0  # between its chunks, and with moves
 
 
 class PrefillResult(Struct, frozen=True):
@@ -36,7 +37,7 @@ class PrefillResult(Struct, frozen=True):
     chunk_reason: str
     stages: tuple[StageTimes, ...]
     cached_tokens: int = 0  # taken over from an earlier request; the chunks begin behind them
-    work_seconds: float = 0.0  # that the chunks alone need, each as long as it took, with nothing between them
+    work_seconds: float = 0.0  # that the chunks need, each as long as it took its ranks, if no stage had to wait more
 
 
 class ShiftResult(Struct, frozen=True):
@@ -80,6 +81,7 @@ class DecodeResult(Struct, frozen=True):
     steps: int  # that gave a token of the answer, or a forced step's logits
     seconds: float  # from the first token known here to the last
     tokens_per_second: float
+    work_seconds: float = 0.0  # that its ticks took the ranks, from the first one's begin to the last one's end
 
 
 class JourneyForecast(Struct, frozen=True):
@@ -92,6 +94,7 @@ class JourneyForecast(Struct, frozen=True):
     prefill_seconds: float
     exposed_seconds: float  # that the answer would have waited for the shift
     decode_seconds: float
+    constant_seconds: float = 0.0  # whatever is read and written: messages, the policy, the first token's choice
 
 
 class GenerationResult(Struct, frozen=True):

@@ -99,7 +99,8 @@ class CostsMeasured(Report, frozen=True):
 
     One figure for each of the steps asked for, in their order: `hops` makes a stage's result known to all, once a
     stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
-    are whole steps as the device runs them by itself, empty where it does not.
+    are whole steps as the device runs them by itself, empty where it does not. `embeds`: the tokens of each of the
+    chunks looked up.
     """
 
     kinds: tuple[KindSeconds, ...] = ()
@@ -110,6 +111,7 @@ class CostsMeasured(Report, frozen=True):
     reduces: tuple[float, ...] = ()
     transfers: tuple[TransferSeconds, ...] = ()
     host_copies: tuple[float, ...] = ()
+    embeds: tuple[float, ...] = ()
 
 
 class SampledToken(Struct, frozen=True):
@@ -172,6 +174,7 @@ class TickFinished(Report, frozen=True):
 
     `tokens[i]` are step i's, a chunk's first token before all decode steps. `busy_seconds` were spent computing the
     chunk, `waiting_seconds` in receiving; `decode_seconds` the whole of the decode steps. `spans`: where the tick asks.
+    `between_seconds` had passed since the tick before ended; `moving_seconds` went into moves beside the chunk.
     `first_runs`: pieces of work that were launched for the first time, captured or compiled in it.
     """
 
@@ -183,6 +186,8 @@ class TickFinished(Report, frozen=True):
     logits: tuple[LogitRows, ...] = ()
     scores: tuple[Scores, ...] = ()
     spans: tuple[Span, ...] = ()
+    between_seconds: float = 0.0
+    moving_seconds: float = 0.0
     first_runs: int = 0
 
 

@@ -64,7 +64,7 @@ def test_each_pair_is_told_by_part_as_predicted_and_as_measured() -> None:
     assert one["pairs"]["tensor->tensor"]["predicted"] is None  # auto had no forecast of it
     assert one["pairs"]["layer->tensor"]["measured"]["constant"] == pytest.approx(1.0 - 0.4 - 0.005 - 0.5)
     lines = [line.split() for line in parts_lines(one)]
-    told = "128+64 lt* all 900.0/1000.0 (-10%) const 900.0/95.0 prompt 0.0/400.0 shift 0.0/5.0 answer 0.0/500.0"
+    told = "128+64 lt* all 900.0/1000.0 (-10%) const 900.0/95.0 prompt 0.0/400.0 (400.0) shift 0.0/5.0 answer 0.0/500.0"
     assert lines[0][: len(told.split())] == told.split()
     assert lines[1][:4] == ["128+64", "tt", "all", "-/1100.0"]
 

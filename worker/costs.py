@@ -23,7 +23,7 @@ from .kv import KvStore, SlotRun
 from .link_costs import host_copy_seconds, reduce_seconds, transfer_seconds
 from .links.open import Links
 from .model.decoder import Decoder, Segment
-from .model.steps import Choice, StageSteps, Steps, Work
+from .model.steps import Choice, Embed, StageSteps, Steps, Work
 from .requests import RequestState
 from .sampling import Sampler
 from .timing import Stopwatch
@@ -41,13 +41,16 @@ class CostMeter:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, rank: Rank, decoder: Decoder, kv: KvStore, links: Links,
-        sampler: Sampler | None, steps: Steps | None, layer_steps: StageSteps | None = None,
+        sampler: Sampler | None, steps: Steps | None, layer_steps: StageSteps | None, embed: Embed,
     ) -> None:  # fmt: skip
-        """`steps`, `layer_steps`: a device's own ways to run decode steps, timed then as they really run."""
+        """`steps`, `layer_steps`: a device's own ways to run decode steps, timed then as they really run.
+
+        `embed`: how a chunk's tokens are looked up.
+        """
         self._spec, self._placement, self._rank = spec, placement, rank
         self._decoder, self._kv, self._links = decoder, kv, links
         self._sampler, self._steps, self._layer_steps = sampler, steps, layer_steps
-        self._device = links.device
+        self._device, self._embed = links.device, embed
         self._watch = Stopwatch(links.device, links.tensor)
         self._requests = 0
         self._launched: set[tuple[Layout, tuple[int, ...], int, int]] = set()  # chunks that their next pass captures
@@ -67,6 +70,7 @@ class CostMeter:
             reduces=reduce_seconds(links, watch, command.reduce_bytes),
             transfers=transfer_seconds(links, watch, command.transfer_bytes),
             host_copies=host_copy_seconds(self._device, watch, command.host_copy_bytes),
+            embeds=_each_once([tokens for _, tokens in command.chunks], self._embedding),
         )
         for steps in (self._steps, self._layer_steps):
             if steps is not None:
@@ -115,6 +119,11 @@ class CostMeter:
             turn = cycle(_sampled(layers))
             seconds.append(timed(lambda: decoder.layers(hidden_TD, (next(turn),), layout, segments)))  # noqa: B023
         return tuple(seconds)
+
+    def _embedding(self, tokens: int) -> float:
+        """A chunk's tokens looked up; on a GPU until they are there."""
+        ids = tuple(torch.randint(self._spec.vocab, (tokens,)).tolist())
+        return self._watch.alone(lambda: self._embed(ids))
 
     def _stage_steps(self, decoder: Decoder, layers: Sequence[int], points: Points) -> tuple[float, ...]:
         """Seconds of one layer with all its parts in a decode step."""
@@ -227,10 +236,10 @@ class CostMeter:
         return torch.randn(rows, self._spec.hidden, device=self._device)
 
 
-def _each_once(batches: Sequence[int], timed: Callable[[int], float]) -> tuple[float, ...]:
-    """In the order of `batches`, each size timed once: cached tokens make no difference here."""
-    seconds = {batch: timed(batch) for batch in dict.fromkeys(batches)}
-    return tuple(seconds[batch] for batch in batches)
+def _each_once(sizes: Sequence[int], timed: Callable[[int], float]) -> tuple[float, ...]:
+    """In the order of `sizes`, each timed once: cached tokens make no difference here."""
+    seconds = {size: timed(size) for size in dict.fromkeys(sizes)}
+    return tuple(seconds[size] for size in sizes)
 
 
 def layer_kinds(spec: ModelSpec, placement: Placement, device: torch.device) -> tuple[tuple[int, ...], ...]:

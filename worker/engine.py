@@ -37,6 +37,8 @@ class TickOutput:
     busy_seconds: float = 0.0
     waiting_seconds: float = 0.0
     decode_seconds: float = 0.0
+    between_seconds: float = 0.0
+    moving_seconds: float = 0.0
     tokens: list[SampledToken] = field(default_factory=list)
     logits: list[LogitRows] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -99,10 +101,13 @@ class Engine:
 
         `written` is called behind each group; on a GPU the device may still be at work on it then.
         """
-        started = time.monotonic()
-        hidden_TD = self._embed(chunk.tokens) if self._rank == 0 else self._links.pipeline.receive()
-        self._settle()
-        received = time.monotonic()
+        started = received = time.monotonic()
+        if self._rank == 0:
+            hidden_TD = self.embed(chunk.tokens)
+        else:
+            hidden_TD = self._links.pipeline.receive()
+            self._settle()
+            received = time.monotonic()
         segments = [self._segment(chunk)]
         for layers in groups:
             hidden_TD = self._decoder.layers(hidden_TD, layers, Layout.LAYER, segments)
@@ -121,7 +126,7 @@ class Engine:
         """All layers over a chunk under tensor parallelism, on all ranks together. Returns f32 [T, D]."""
         started = time.monotonic()
         layers = range(len(self._spec.layers))
-        hidden_TD = self._decoder.layers(self._embed(chunk.tokens), layers, Layout.TENSOR, [self._segment(chunk)])
+        hidden_TD = self._decoder.layers(self.embed(chunk.tokens), layers, Layout.TENSOR, [self._segment(chunk)])
         self._settle()
         finished = time.monotonic()
         output.busy_seconds += finished - started
@@ -235,7 +240,7 @@ class Engine:
         elif batch.layout is Layout.TENSOR:
             everything = range(len(self._spec.layers))
             own_BV = self._decoder.head(
-                self._decoder.layers(self._embed(tokens), everything, Layout.TENSOR, segments)
+                self._decoder.layers(self.embed(tokens), everything, Layout.TENSOR, segments)
             )
         else:
             own_BV = self._decoder.head(self._layer_step(tokens, segments))
@@ -249,7 +254,7 @@ class Engine:
 
     def _layer_step(self, tokens: Sequence[int], segments: list[Segment]) -> Tensor:
         """One step in the layer layout: each stage in turn, its result made known to all."""
-        hidden_BD = self._embed(tokens)
+        hidden_BD = self.embed(tokens)
         for stage, layers in enumerate(self._placement.stages):
             if not len(layers):
                 continue
@@ -312,7 +317,7 @@ class Engine:
             if state.penalties is not None:
                 state.penalties.add(token)
 
-    def _embed(self, tokens: Sequence[int]) -> Tensor:
+    def embed(self, tokens: Sequence[int]) -> Tensor:
         """Rows of the token embedding, gathered and dequantised from the mapped file: f32 [T, D]."""
         if self._embed_on_device is not None:
             return self._embed_on_device(tokens)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
@@ -73,6 +73,7 @@ class LoadedModel:
     costs: CostMeter
     firsts_told: int = 0
     free_since: float = 0.0  # monotonic clock: when the last steps that ran by themselves had ended
+    tick_ended: float = field(default_factory=time.monotonic)  # the last one
 
     def prepare_next(self) -> bool:
         """Do ahead a little of what later chunks would take at their first time, a few ms; whether more may be left.
@@ -158,6 +159,7 @@ class LoadedModel:
     def end_tick(self, under_way: TickUnderWay) -> TickFinished:
         """Wait for it."""
         output = TickOutput(spans=[] if under_way.tick.spans else None)
+        output.between_seconds = max(0.0, under_way.steps.started - self.tick_ended)
         self.engine.finish_steps(under_way.steps, output, self.free_since)
         self.free_since = time.monotonic()
         return self._report(under_way.tick, output)
@@ -168,6 +170,7 @@ class LoadedModel:
             self.moving.check(layout)
         output = TickOutput(spans=[] if tick.spans else None)
         started = time.monotonic()
+        output.between_seconds = started - self.tick_ended
         moves = self.shifter.start_moves(tick.moves)
         posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
@@ -178,6 +181,10 @@ class LoadedModel:
             self.engine.decode(batch, output)
         computed = time.monotonic()
         moves.finish()
+        if tick.moves:
+            output.moving_seconds = posted - started
+            if not tick.late_moves:  # those are waited for, and it is the shift that they are a part of
+                output.moving_seconds += time.monotonic() - computed
         _note_moves((*tick.moves, *tick.late_moves), output, moves.started or started, posted, computed)
         self._free(tick)
         return self._report(tick, output)
@@ -189,11 +196,12 @@ class LoadedModel:
                 self.sampler.close(request)
 
     def _report(self, tick: RunTick, output: TickOutput) -> TickFinished:
+        self.tick_ended = time.monotonic()
         firsts, self.firsts_told = self.decoder.firsts.count - self.firsts_told, self.decoder.firsts.count
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
             tuple(output.tokens), tuple(output.logits), tuple(output.scores), tuple(output.spans or ()),
-            first_runs=firsts,
+            output.between_seconds, output.moving_seconds, firsts,
         )
 
     def _run_chunks(self, tick: RunTick, moves: MovesUnderWay, output: TickOutput) -> None:

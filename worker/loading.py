@@ -87,17 +87,19 @@ def load_model(
             ledger.held_bytes["kv"],
         )
     )
+    engine = Engine(
+        spec, placement, rank, files, parts.decoder, links, requests, sampler, device, parts.steps, parts.embed,
+        parts.layer_steps, compute_type,
+    )  # fmt: skip
     return LoadedModel(
-        load=command, rank=rank, files=files, kv=kv, decoder=parts.decoder,
-        engine=Engine(
-            spec, placement, rank, files, parts.decoder, links, requests, sampler, device, parts.steps, parts.embed,
-            parts.layer_steps, compute_type,
-        ),
+        load=command, rank=rank, files=files, kv=kv, decoder=parts.decoder, engine=engine,
         shifter=Shifter(placement, rank, kv, links, requests, faults),
         moving=MovingParts(placement, rank, store, links.kv, ways, partial(usable_bytes, device), Lane(device)),
         requests=requests, sampler=sampler, faults=faults, ledger=ledger,
         planned_bytes=weight_bytes + kv_bytes, device=device,
-        costs=CostMeter(spec, placement, rank, parts.decoder, kv, links, sampler, parts.steps, parts.layer_steps),
+        costs=CostMeter(
+            spec, placement, rank, parts.decoder, kv, links, sampler, parts.steps, parts.layer_steps, engine.embed
+        ),
     )
 
 

@@ -63,10 +63,14 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class ShiftCost:
-    """Seconds of moving the keys and values of some tokens to another layout, on the slowest rank."""
+    """Seconds of moving the keys and values of some tokens to another layout, on the slowest rank.
+
+    `per_chunk_seconds` is what a rank's own work on moves adds to a chunk that others are streamed beside.
+    """
 
     fixed_seconds: float = 0.0
     per_token_seconds: float = 0.0
+    per_chunk_seconds: float = 0.0
 
     def seconds(self, tokens: int) -> float:
         """All of it, from the first byte to the last."""
@@ -81,6 +85,16 @@ class ShiftCost:
         moved = self.per_token_seconds * tokens
         before = chunk_seconds * (pieces - 1) / pieces
         return self.fixed_seconds + max(moved / pieces, moved - before) if tokens > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BesideCost:
+    """Seconds beside chunks, steps and shifts: messages, the policy, the first token's choice."""
+
+    request_seconds: float = 0.0  # once a request
+    shift_seconds: float = 0.0  # once more where the answer is written in another layout
+    chunk_seconds: float = 0.0  # of each chunk on a stage behind another one: its command, the report before
+    step_seconds: float = 0.0  # of each decode step: its share of a tick's
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class Costs:
     host_link: LinkCost | None = None  # from host memory to a device, the slowest
     layer_seconds: LayerSeconds | None = None
     all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
+    beside: BesideCost = BesideCost()
 
     def shift(self, to: Layout) -> ShiftCost:
         return self.to_tensor if to is Layout.TENSOR else self.to_layer

@@ -2,6 +2,7 @@
 
 from ...proto.commands import RunTick
 from ...proto.reports import AnyReport, KvHashed, ShiftCommitted, ShiftDamaged, TickFinished
+from .beside_refinement import TimeBeside
 from .cost_model import Costs
 from .refinement import CostRefinement
 
@@ -30,6 +31,11 @@ class KnownCosts:
     def tick_sent(self, tick: RunTick) -> None:
         if self._refinement is not None:
             self._refinement.tick_sent(tick)
+
+    def request_ended(self, took: TimeBeside | None) -> None:
+        """A request that had the group to itself has ended; None: none has."""
+        if self._refinement is not None and took is not None:
+            self._refinement.beside.request_ended(took)
 
     def hear(self, report: AnyReport) -> None:
         """What a rank reports; from most of it there is nothing to learn."""

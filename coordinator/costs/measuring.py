@@ -18,6 +18,7 @@ from ...proto.placement.plan import Placement
 from ...proto.ranges import LayerRange
 from ...proto.reports import CostsMeasured, KindSeconds
 from .cost_model import (
+    BesideCost,
     ChunkCost,
     Costs,
     LayerKindCost,
@@ -33,6 +34,8 @@ from .measuring_plan import TRANSFER_BYTES, MeasuringPlan, Points
 # Of a shift, until real ones are known: a report, a command and the ranks' word for each other. No transfer shows it.
 # 1.0 to 1.2 ms between two H200, from 0.6 between processes on a CPU.
 COMMIT_SECONDS = 1e-3
+# Of a request, until real ones are known: it is checked and planned, and its first tick put together.
+PLANNING_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Measurement:
     ranks: tuple[CostsMeasured, ...]
     shift_bytes: int = 0  # of one token's keys and values, that the busiest rank sends or receives in a shift
     hidden: int = 0  # width of the rows that are summed over the ranks
+    message_seconds: float = 0.0  # a question to the slowest rank and its answer
+    steps_a_tick: int = 1  # decode steps that share its messages
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,13 +56,25 @@ class Measurement:
         object.__setattr__(self, "costs", _costs(self))
 
     def stage_seconds(self, rank: int) -> list[float]:
-        """Of each chunk point, through the layers of a rank's stage."""
+        """Of each chunk point, through the layers of a rank's stage; the first stage looks the tokens up."""
         stage = self.placement.stages[rank]
-        return _weighted(self.ranks[rank].kinds, lambda kind: kind.whole, lambda kind: _count(kind, stage))
+        layers = _weighted(self.ranks[rank].kinds, lambda kind: kind.whole, lambda kind: _count(kind, stage))
+        return _added(layers, self.ranks[0].embeds) if rank == 0 else layers
 
     def tensor_seconds(self) -> list[float]:
-        """Of each tensor chunk point, through all layers, on the slowest rank."""
-        return _slowest([_weighted(one.kinds, lambda kind: kind.together, _all_layers) for one in self.ranks])
+        """Of each tensor chunk point, through all layers, on the slowest rank; every rank looks the tokens up."""
+        layers = _slowest([_weighted(one.kinds, lambda kind: kind.together, _all_layers) for one in self.ranks])
+        return _added(layers, _slowest([one.embeds for one in self.ranks]))
+
+    def beside(self) -> BesideCost:
+        """As far as messages and the head show it. Steps that a device runs by itself find the next tick waiting."""
+        tails, own_pace = _slowest([one.tails for one in self.ranks]), self.ranks[0].device_steps
+        return BesideCost(
+            request_seconds=PLANNING_SECONDS + 2 * self.message_seconds + (tails[0] if tails else 0.0),
+            shift_seconds=self.message_seconds,
+            chunk_seconds=self.message_seconds,
+            step_seconds=0.0 if own_pace else self.message_seconds / self.steps_a_tick,
+        )
 
     def layer_step_seconds(self) -> list[float]:
         """Of each step point: every stage in turn, its hop to all others, and the tail."""
@@ -142,6 +159,7 @@ def joined(reports: Sequence[CostsMeasured]) -> CostsMeasured:
         reduces=together([one.reduces for one in reports]),
         transfers=tuple(transfer for one in reports for transfer in one.transfers),
         host_copies=together([one.host_copies for one in reports]),
+        embeds=together([one.embeds for one in reports]),
     )
 
 
@@ -233,6 +251,7 @@ def _costs(found: Measurement) -> Costs:
         host_link=min(host, key=lambda one: one.bytes_per_second, default=None),
         layer_seconds=_layer_seconds(found),
         all_reduces=tuple(zip(plan.reduce_bytes, _slowest([one.reduces for one in found.ranks]), strict=True)),
+        beside=found.beside(),
     )
 
 
@@ -328,6 +347,11 @@ def _count(kind: KindSeconds, layers: LayerRange) -> int:
 
 def _all_layers(kind: KindSeconds) -> int:
     return len(kind.layers)
+
+
+def _added(seconds: Sequence[float], more: Sequence[float]) -> list[float]:
+    """By point; nothing is added to nothing."""
+    return [sum(both) for both in zip(seconds, more, strict=True)] if seconds and more else list(seconds)
 
 
 def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:

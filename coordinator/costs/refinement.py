@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
+from .beside_refinement import BesideRefinement
 from .cost_model import ChunkCost, Costs, StepCost
 from .shift_refinement import ShiftRefinement
 
@@ -173,6 +174,7 @@ class CostRefinement:
             if step is not None
         }
         self.shifts = ShiftRefinement(costs)
+        self.beside = BesideRefinement(costs.beside)
         self._sent: dict[int, _Sent] = {}
 
     @property
@@ -189,6 +191,7 @@ class CostRefinement:
             decode_tensor=steps.get(Layout.TENSOR, self._costs.decode_tensor),
             to_tensor=self.shifts.cost(Layout.TENSOR),
             to_layer=self.shifts.cost(Layout.LAYER),
+            beside=self.beside.cost,
         )
 
     @property
@@ -210,6 +213,8 @@ class CostRefinement:
         if sent is None:
             return
         sent.reports[report.rank] = report
+        if report.first_runs:
+            self.beside.first_run()
         self._see_stage(sent.tick, report)
         if len(sent.reports) == len(self._stages):
             del self._sent[report.sequence]
@@ -218,7 +223,12 @@ class CostRefinement:
     def _see_stage(self, tick: RunTick, report: TickFinished) -> None:
         fit = self._stages[report.rank]
         chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
-        if fit is not None and chunk is not None and tick.tensor_chunk is None and not report.first_runs:
+        if chunk is None or tick.tensor_chunk is not None or report.first_runs:
+            return
+        self.beside.chunk_read(tick, chunk.request, report)
+        if tick.moves:
+            self.shifts.moved_beside(tick.moves[0].to, report.moving_seconds)
+        if fit is not None:
             fit.observe(chunk, report.busy_seconds)
 
     def _see_together(self, sent: _Sent) -> None:
@@ -234,6 +244,8 @@ class CostRefinement:
         elif len(tick.decode) == 1 and not tick.decode[0].logits and tick.decode[0].layout in self._steps:
             batch = tick.decode[0]
             self._steps[batch.layout].observe(batch, min(report.decode_seconds for report in reports))
+            if not (tick.moves or tick.late_moves):
+                self.beside.steps_run(tick, tuple(reports))
 
 
 def _chunk_row(cached: int, tokens: int) -> tuple[float, float, float]:

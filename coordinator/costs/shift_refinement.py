@@ -15,6 +15,7 @@ from ...proto.reports import ShiftCommitted
 from .cost_model import Costs, ShiftCost
 
 RECENT = 5  # shifts to a layout whose median counts: a stall is not believed
+RECENT_CHUNKS = 15  # beside which others were moved
 LEAST_RECENT = 3
 
 
@@ -34,11 +35,18 @@ class ShiftRefinement:
         self._costs = costs
         self._sent: dict[RequestId, _Sent] = {}
         self._fixed_seconds: dict[Layout, deque[float]] = {layout: deque(maxlen=RECENT) for layout in Layout}
+        self._chunk_seconds: dict[Layout, deque[float]] = {layout: deque(maxlen=RECENT_CHUNKS) for layout in Layout}
 
     def cost(self, to: Layout) -> ShiftCost:
         """As it was at the start until enough were made."""
-        start, recent = self._costs.shift(to), self._fixed_seconds[to]
-        return start if len(recent) < LEAST_RECENT else replace(start, fixed_seconds=median(recent))
+        cost, fixed, beside = self._costs.shift(to), self._fixed_seconds[to], self._chunk_seconds[to]
+        if len(fixed) >= LEAST_RECENT:
+            cost = replace(cost, fixed_seconds=median(fixed))
+        return replace(cost, per_chunk_seconds=median(beside)) if len(beside) >= LEAST_RECENT else cost
+
+    def moved_beside(self, to: Layout, seconds: float) -> None:
+        """A rank's own work on moves to a layout took so long, beside a chunk that it read."""
+        self._chunk_seconds[to].append(seconds)
 
     def tick_sent(self, tick: RunTick) -> None:
         for request in tick.frees:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...proto.commands import AnyCommand
+from ...proto.commands import AnyCommand, ReadClock
 from ...proto.errors import WorkerLostError
 from ...proto.ids import Rank
-from ...proto.reports import AnyReport, LoadProgress, Report
+from ...proto.reports import AnyReport, ClockRead, LoadProgress, Report
+from .clock_offsets import ROUNDS
 from .cluster import Group
 
 POLL_SECONDS = 0.25
@@ -79,6 +80,15 @@ class GroupTalk:
                 absent = frozenset(Rank(rank) for rank in range(self._group.ranks)) - found.keys()
                 raise WorkerLostError(f"asked to {doing}, {_ranks_text(absent)} did not answer for {waited:.0f} s")
         return tuple(found[Rank(rank)] for rank in range(self._group.ranks))
+
+    def message_seconds(self) -> float:
+        """From a question to the last rank's answer, with no work under way: the least of some."""
+        found = []
+        for _ in range(ROUNDS):
+            asked = self._clock()
+            self.ask(ReadClock(), ClockRead, "tell its clock")
+            found.append(self._clock() - asked)
+        return min(found)
 
     def pump_until(self, is_done: Callable[[], bool], send: Callable[[], None], complaint: str) -> None:
         """Send and receive by turns until it is done. Raises `WorkerLostError`: `complaint` within so many seconds."""

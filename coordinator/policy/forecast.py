@@ -45,16 +45,17 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of the four parts of a request's way."""
+    """Seconds of the parts of a request's way."""
 
     back: float  # before anything is read: kept keys and values, and weights that migrate
     prefill: float
     exposed: float  # the answer waits for the shift
     decode: float
+    constant: float = 0.0  # whatever is read and written: messages, the policy, the first token's choice
 
     @property
     def seconds(self) -> float:
-        return self.back + self.prefill + self.exposed + self.decode
+        return self.back + self.prefill + self.exposed + self.decode + self.constant
 
 
 def chunk_plans(
@@ -67,11 +68,11 @@ def chunk_plans(
     cached = task.cached_tokens
     rest = task.prompt_tokens - cached
     beside = (costs and step_seconds(task, costs, None)) or 0.0
-    whole = (costs.tensor_prefill,) if costs and costs.tensor_prefill else None
+    stages = {layout: stages_in_use(costs, layout) if costs else () for layout in layouts}
     return {
-        layout: plan_chunks(rest, cached, ranks, rule, costs.stages if costs else None, limits, beside)
+        layout: plan_chunks(rest, cached, ranks, rule, stages[layout] or None, limits, beside)
         if layout is Layout.LAYER
-        else plan_chunks(rest, cached, 1, rule, whole, limits, beside, together=ranks > 1)
+        else plan_chunks(rest, cached, 1, rule, stages[layout] or None, limits, beside, together=ranks > 1)
         for layout in layouts
     }
 
@@ -92,28 +93,36 @@ def forecasts(
         read, written = reads[prefill], decode_seconds_of(task, costs, decode)
         if read is not None and written is not None:
             back = _back_seconds(task, costs, prefill, regret)
-            exposed = _exposed_seconds(task, costs, journey, plans[prefill].chunks, regret)
-            found[journey] = Forecast(back, read, exposed, written)
+            chunks = plans[prefill].chunks
+            exposed = _exposed_seconds(task, costs, journey, chunks, regret)
+            read += _streaming_seconds(task, costs, journey, len(chunks))
+            found[journey] = Forecast(back, read, exposed, written, _constant_seconds(task, costs, journey))
     return found
 
 
 def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]]:
     """Seconds of each chunk of all prompts on each stage; empty: not measured."""
-    stages = stages_of(costs, layout)
+    stages = stages_in_use(costs, layout)
     return [chunk_seconds(chunks, task.cached_tokens, stage) * task.requests for stage in stages]
 
 
-def stages_of(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
-    """That a chunk goes through: in the tensor layout the group is one. Empty: not measured."""
-    if layout is Layout.LAYER:
-        return costs.stages
-    return (costs.tensor_prefill,) if costs.tensor_prefill is not None else ()
+def stages_in_use(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
+    """That a chunk goes through, with what each chunk takes beside: in the tensor layout the group is one stage.
+
+    Empty: not measured.
+    """
+    whole, beside = costs.tensor_prefill, costs.beside.chunk_seconds
+    stages = costs.stages if layout is Layout.LAYER else (whole,) if whole is not None else ()
+    return tuple(ChunkCost(one.per_chunk + beside, one.per_token, one.per_pair) for one in stages)
 
 
 def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
-    """A tick's decode steps: those that run now, and the task's own (None: still being read). None: not measured."""
+    """A tick's decode steps: those that run now, and the task's own (None: still being read). None: not measured.
+
+    Where a prompt is still being read, the tick's messages are those of its chunk.
+    """
     running = task.running
-    total = 0.0
+    total = 0.0 if own is None else costs.beside.step_seconds
     for layout in Layout:
         added = task.requests if layout is own else 0
         batch = running[layout] + added
@@ -145,14 +154,29 @@ def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
 
 
 def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> float | None:
+    """Nothing is beside the first chunk; what is beside another stage's first is done while it is on its way there."""
     others = step_seconds(task, costs, None) or 0.0
-    stages = stages_of(costs, layout)
+    stages = stages_in_use(costs, layout)
     if not stages:
         return None
+    before = len(stages) * costs.beside.chunk_seconds
     if task.requests == 1:
-        return float(makespans_of_lists([chunks], task.cached_tokens, stages, others)[0])
+        return float(makespans_of_lists([chunks], task.cached_tokens, stages, others)[0]) - before
     rows = stage_rows(task, costs, layout, chunks)
-    return makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)
+    return (makespan_in_ticks(rows, others) if others > 0.0 else makespan(rows)) - before
+
+
+def _constant_seconds(task: Task, costs: Costs, journey: Journey) -> float:
+    shifts = journey[0] is not journey[1] and task.steps > 0
+    return costs.beside.request_seconds + (costs.beside.shift_seconds if shifts else 0.0)
+
+
+def _streaming_seconds(task: Task, costs: Costs, journey: Journey, chunks: int) -> float:
+    """What a shift's moves add to the prompt they are streamed behind: to every chunk in turn but the first."""
+    prefill, decode = journey
+    if prefill is decode or task.steps == 0 or task.in_place:
+        return 0.0
+    return costs.shift(decode).per_chunk_seconds * (chunks * task.requests - 1)
 
 
 def _back_seconds(task: Task, costs: Costs, prefill: Layout, regret: Regret | None) -> float:

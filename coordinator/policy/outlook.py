@@ -107,10 +107,12 @@ def break_even(
     if len(found) < 2:
         return None
 
+    waited = (found[shift].seconds - found[shift].decode) - (found[stay].seconds - found[stay].decode)
+
     def gain(steps: int) -> float:
-        longer = replace(task, steps=steps)  # both read the prompt alike: only the answer differs
+        longer = replace(task, steps=steps)  # the prompt takes the same
         stayed, shifted = (decode_seconds_of(longer, costs, decode) or 0.0 for _, decode in (stay, shift))
-        return stayed - shifted - found[shift].exposed
+        return stayed - shifted - waited
 
     low, high = 0, 1
     while gain(high) <= 0.0:
@@ -130,7 +132,7 @@ def bars(task: Task, costs: Costs, choice: Choice, forecast: Forecast | None) ->
     if not rows:
         return ()
     ranks = len(costs.stages)
-    begin = forecast.back if forecast else 0.0
+    begin = forecast.constant + forecast.back if forecast else 0.0
     made: list[Bar] = []
     ended = [begin] * len(rows[0])
     for stage, row in enumerate(rows):

@@ -102,7 +102,7 @@ def choose(
 def told_forecasts(found: Mapping[Journey, Forecast]) -> tuple[JourneyForecast, ...]:
     """For a request's story."""
     return tuple(
-        JourneyForecast(prefill, decode, one.seconds, one.back, one.prefill, one.exposed, one.decode)
+        JourneyForecast(prefill, decode, one.seconds, one.back, one.prefill, one.exposed, one.decode, one.constant)
         for (prefill, decode), one in found.items()
     )
 

@@ -187,9 +187,15 @@ class Scheduler:
     def _book_seconds(self, tick: RunTick, report: TickFinished) -> None:
         chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
         if (chunk := chunk or tick.tensor_chunk) is not None:
-            session = self._known(chunk.request)
-            session.chunk_seconds[report.rank].append(report.busy_seconds)
-            session.waiting_seconds[report.rank] += report.waiting_seconds
+            session, rank = self._known(chunk.request), report.rank
+            session.waiting_seconds[rank] += report.waiting_seconds
+            # Before its first chunk a rank had nothing to do for this prompt.
+            beside = report.moving_seconds + (report.between_seconds if session.chunk_seconds[rank] else 0.0)
+            session.chunk_seconds[rank].append((beside, report.busy_seconds))
+        for entry in (entry for batch in tick.decode for entry in batch.entries):
+            session, rank = self._known(entry.request), report.rank
+            between = report.between_seconds if session.step_seconds[rank] else 0.0  # before the first: a shift
+            session.step_seconds[rank] += report.decode_seconds + between
 
     def _take_results(self, tick: RunTick, report: TickFinished) -> None:
         """What the sampler reports: logits and scores, then tokens, then what the tick's end means."""

@@ -47,8 +47,9 @@ class Session:
         self.error: str | None = None
         self.shift_reports: list[ShiftCommitted] = []
         self.hashes = HashQueries(ranks)
-        self.chunk_seconds: list[list[float]] = [[] for _ in range(ranks)]  # by rank, as they were reported
+        self.chunk_seconds: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # beside each, its own
         self.waiting_seconds = [0.0] * ranks
+        self.step_seconds = [0.0] * ranks  # with what was between them
         self.chunks_handed_out = 0
         self._ranks = ranks
         self._read_tokens = 0  # of the prompt, handed out in chunks

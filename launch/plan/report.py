@@ -129,14 +129,15 @@ def _journey_table(outlook: Outlook) -> "Table":
 
     table = Table("", "prompt in", "answer in")
     moves_first = any(forecast.back for forecast in outlook.forecasts.values())
-    first = ("moved before, s",) if moves_first else ()
+    constant = any(forecast.constant for forecast in outlook.forecasts.values())
+    first = (*(["constant, s"] if constant else []), *(["moved before, s"] if moves_first else []))
     for column in (*first, "prompt, s", "exposed shift, s", "answer, s", "in all, s", "tok/s"):
         table.add_column(column, justify="right")
     for journey in sorted(outlook.forecasts, key=lambda one: outlook.forecasts[one].seconds):
         if outlook.task.steps == 0 and journey[0] is not journey[1]:
             continue  # the first token comes with the prompt: nothing is shifted for no step
         forecast = outlook.forecasts[journey]
-        parts = (forecast.back,) if moves_first else ()
+        parts = (*([forecast.constant] if constant else []), *([forecast.back] if moves_first else []))
         seconds = (*parts, forecast.prefill, forecast.exposed, forecast.decode, forecast.seconds)
         rate = f"{outlook.tokens_per_second(journey):,.1f}"
         mark = "chosen" if journey == outlook.chosen else ""
@@ -210,7 +211,7 @@ def _memory_table(planned: PlannedMemory) -> "Table":
 
 def _chart(outlook: Outlook, width: int) -> tuple[str, ...]:
     forecast = outlook.forecasts.get(outlook.chosen)
-    read = forecast.back + forecast.prefill if forecast else 0.0
+    read = forecast.constant + forecast.back + forecast.prefill if forecast else 0.0
     return gantt(
         outlook.bars, outlook.ranks, width, (read, read + forecast.exposed) if forecast else (0.0, 0.0)
     )

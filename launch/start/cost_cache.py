@@ -32,6 +32,9 @@ SPEED_VARIABLES = (
 )  # fmt: skip
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
+# Counts up where what is timed or learnt changes: costs of other versions are measured anew.
+MEASURED = 2  # with what is beside chunks and steps, and the tokens' lookup
+
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 
 MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
@@ -65,7 +68,8 @@ class CostPlace:
         """
         if driver.work_observed >= ENOUGH_OBSERVATIONS and driver.costs is not None:
             start = self.at_start
-            learnt = replace(driver.costs, to_tensor=start.to_tensor, to_layer=start.to_layer)
+            beside = replace(driver.costs.beside, shift_seconds=start.beside.shift_seconds)
+            learnt = replace(driver.costs, to_tensor=start.to_tensor, to_layer=start.to_layer, beside=beside)
             keep_costs(self.path, learnt, self.facts)
 
 
@@ -141,6 +145,7 @@ def cost_facts(
         "torch": sorted({hello.torch_version for hello in hellos}),
         "gearshift": __version__,
         "protocol": PROTOCOL_VERSION,
+        "measured": MEASURED,
         "compute_type": loaded.compute_type,
         "kv_type": [loaded.kv_format.key, loaded.kv_format.value],
         "placement": placement_digest(placement),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from gearshift.benchmarks.policy_cells import chat_facts, measure_chat
+from gearshift.coordinator.chunks.plan import Fixed
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, StepCost
 from gearshift.coordinator.driver import Driver
 from gearshift.launch.bench.runs import collect_stretches, combinations, interleaved, judge
 from gearshift.launch.bench.timeline import rank_lines
@@ -35,7 +37,22 @@ def test_every_pair_is_run_as_asked_and_its_time_accounted_for(groups: RunningGr
             assert line.busy_seconds > 0
             assert line.busy_seconds + line.waiting_seconds <= run.wall_seconds + 1e-3
             assert {"P", "A"} <= set(line.line) <= set("PAm. ")
+        assert 0 < run.result.prefill.work_seconds <= run.wall_seconds
     assert judge(runs).regret >= 0
+
+
+def test_what_requests_take_beside_their_work_is_learnt(groups: RunningGroups) -> None:
+    driver = groups.load(TINY, 2)
+    nothing = ChunkCost(1e-3, 1e-5)
+    driver.use_costs(Costs((nothing, nothing), nothing, StepCost(((1, 1e-3),)), StepCost(((1, 1e-3),))))
+    (pair,) = (one for one in combinations(2) if one.name == "layer->tensor")
+    (stay,) = (one for one in combinations(2) if one.name == "layer->layer")
+    interleaved(driver, [pair, stay], 3, 150, 30, 3, rule=Fixed((32,)))
+    assert driver.costs is not None
+    beside = driver.costs.beside
+    assert beside.chunk_seconds > 0 < beside.request_seconds
+    assert beside.step_seconds > 0
+    assert driver.costs.to_tensor.per_chunk_seconds > 0 == driver.costs.to_layer.per_chunk_seconds
 
 
 def test_a_chat_reads_only_what_is_new_in_each_turn(groups: RunningGroups) -> None:

@@ -119,6 +119,9 @@ class FakeGroup:
                 for rank in self._all():
                     speed = self._measured_speeds[rank]
                     self._report(measured_costs(rank, self.ranks, self.layers, command, speed))
+            case ReadClock():
+                for rank in self._all():
+                    self._report(ClockRead(rank, 0.0))
             case ReportMemory():
                 for rank in self._all():
                     self._report(MemoryReported(rank, 1000, 900 + rank, 1100))

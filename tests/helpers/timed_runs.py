@@ -29,7 +29,7 @@ def timed_run(
     result = GenerationResult(
         100, (), FinishReason.LENGTH,
         PrefillResult(prefill, (64, 36), seconds / 2, 200 / seconds, "why", "how", (), 0, 0.4 * seconds), shift,
-        DecodeResult(decode, 9, seconds / 2, 18 / seconds),
+        DecodeResult(decode, 9, seconds / 2, 18 / seconds, seconds / 2),
         policy=(JourneyForecast(prefill, decode, predicted, 0.0, 0.0, 0.0, 0.0),) if predicted is not None else (),
     )  # fmt: skip
     combination = AUTO if auto else Combination(prefill, decode)

@@ -93,7 +93,7 @@ def test_the_line_of_json_holds_all_that_is_promised() -> None:
 
 def test_the_compared_times_of_every_journey_are_in_the_json() -> None:
     assert json.loads(json.dumps(run_facts("", result(None), PLACEMENT, 1.5, 2.5, MEMORY)))["policy"] == []
-    compared = JourneyForecast(Layout.LAYER, Layout.TENSOR, 10.0, 1.0, 5.0, 0.5, 3.5)
+    compared = JourneyForecast(Layout.LAYER, Layout.TENSOR, 10.0, 1.0, 5.0, 0.5, 3.25, 0.25)
     facts = run_facts("", replace(result(None), policy=(compared,)), PLACEMENT, 1.5, 2.5, MEMORY)
     assert json.loads(json.dumps(facts))["policy"] == [
         {
@@ -103,7 +103,8 @@ def test_the_compared_times_of_every_journey_are_in_the_json() -> None:
             "back_seconds": 1.0,
             "prefill_seconds": 5.0,
             "exposed_seconds": 0.5,
-            "decode_seconds": 3.5,
+            "decode_seconds": 3.25,
+            "constant_seconds": 0.25,
         }
     ]
 

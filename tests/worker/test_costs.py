@@ -38,6 +38,7 @@ class NotedDecoder:
 
     passes: list[tuple[tuple[int, ...], Layout, int, int, bool]] = field(default_factory=list)
     sums: bool = True
+    embedded: set[int] = field(default_factory=set)  # of how many tokens
 
     def without_collectives(self) -> "NotedDecoder":
         return NotedDecoder(self.passes, sums=False)
@@ -49,6 +50,11 @@ class NotedDecoder:
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         return hidden_TD
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        assert all(0 <= token < SPEC.vocab for token in tokens)
+        self.embedded.add(len(tokens))
+        return torch.zeros(len(tokens), SPEC.hidden)
 
 
 @dataclass
@@ -95,8 +101,9 @@ def meter(
     kv = KvStore(SPEC, placement, Rank(0), FORMAT, 3, torch.float32, CPU, MemoryLedger())
     links = cast(Links, SimpleNamespace(tensor=LoneTensorGroup(), device=CPU, size=1, rank=0, kv=None))
     return CostMeter(
-        SPEC, placement, Rank(0), cast(Any, decoder), kv, links, None, cast(Any, steps), cast(Any, stage_steps)
-    )
+        SPEC, placement, Rank(0), cast(Any, decoder), kv, links, None, cast(Any, steps), cast(Any, stage_steps),
+        decoder.embed,
+    )  # fmt: skip
 
 
 def test_a_rank_times_its_stage_its_parts_and_all_layers_together() -> None:
@@ -119,6 +126,15 @@ def test_passes_go_through_different_layers_of_a_kind() -> None:
     decoder = NotedDecoder()
     meter(decoder).measure(MeasureCosts(tensor_chunks=((0, 4),)))
     assert {layers for layers, *_ in decoder.passes} == {(0,), (1,), (3,), (2,)}
+    assert decoder.embedded == set(), "with the chunks that each rank reads alone"
+
+
+def test_tokens_of_each_chunk_are_looked_up() -> None:
+    decoder = NotedDecoder()
+    found = meter(decoder).measure(MeasureCosts(chunks=((0, 8), (64, 4), (32, 8))))
+    assert len(found.embeds) == 3
+    assert found.embeds[0] == found.embeds[2]
+    assert decoder.embedded == {8, 4}
 
 
 def test_what_is_not_asked_for_is_not_timed() -> None:

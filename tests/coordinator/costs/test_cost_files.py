@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearshift.coordinator.costs.cost_model import (
+    BesideCost,
     ChunkCost,
     Costs,
     LayerKindCost,
@@ -35,7 +36,7 @@ COSTS = Costs(
     tensor_prefill=STAGE,
     decode_layer=StepCost(((1, 0.02), (4, 0.03)), 1e-7),
     decode_tensor=StepCost(((1, 0.01),)),
-    to_tensor=ShiftCost(1e-4, 1e-6),
+    to_tensor=ShiftCost(1e-4, 1e-6, 5e-4),
     to_layer=ShiftCost(2e-4, 1e-6),
     link=LinkCost(1e-5, 5e9),
     host_link=LinkCost(1e-5, 2e10),
@@ -43,6 +44,7 @@ COSTS = Costs(
         (LayerKindCost((0, 1), (STAGE, STAGE), (STAGE, STAGE), (1e-4, 2e-4)),), (0.5, 0.5), (1e-4, 1e-4)
     ),
     all_reduces=((4096, 1e-5), (65536, 2e-5)),
+    beside=BesideCost(3e-3, 1e-3, 2e-4, 1e-4),
 )
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from gearshift.coordinator.costs.measuring import Measurement, best, joined, times_as_long
+from gearshift.coordinator.costs.measuring import PLANNING_SECONDS, Measurement, best, joined, times_as_long
 from gearshift.coordinator.costs.measuring_plan import MIB, layer_values, measuring_plan
 from gearshift.proto.ids import Rank
 from gearshift.proto.reports import CostsMeasured, KindSeconds
@@ -47,6 +47,30 @@ def test_chunks_through_large_layers_are_short_on_a_cpu_alone() -> None:
     assert longest("cpu", 3_500_000) == 256
     assert 32 <= longest("cpu", values) < 128
     assert longest("cuda", values) == 2048
+
+
+def test_the_first_stage_and_every_rank_of_the_tensor_layout_look_tokens_up() -> None:
+    plain = measured()
+    looked_up = [replace(one, embeds=(1e-3, 4e-3, 4e-3)) for one in plain.ranks]
+    assert [tokens for _, tokens in PLAN.chunks] == [64, 256, 256]
+    found = Measurement(PLAN, plain.placement, tuple(looked_up))
+    for seconds, before in (
+        (found.stage_seconds(0), plain.stage_seconds(0)),
+        (found.tensor_seconds(), plain.tensor_seconds()),
+    ):
+        assert [now - then for now, then in zip(seconds, before, strict=True)] == pytest.approx([1e-3, 4e-3, 4e-3])
+    assert found.stage_seconds(1) == plain.stage_seconds(1)
+    assert found.costs.stages[0].per_token == pytest.approx(plain.costs.stages[0].per_token + 1e-3 / 64)
+
+
+def test_what_requests_take_beside_their_work_follows_messages_and_the_head() -> None:
+    plain = measured()
+    found = Measurement(PLAN, plain.placement, plain.ranks, message_seconds=4e-4, steps_a_tick=4).costs.beside
+    assert found.request_seconds == pytest.approx(PLANNING_SECONDS + 2 * 4e-4 + made_up.TAIL_SECONDS)
+    assert (found.shift_seconds, found.chunk_seconds, found.step_seconds) == pytest.approx((4e-4, 4e-4, 1e-4))
+    by_itself = [replace(one, device_steps=(1e-3,) * len(PLAN.steps)) for one in plain.ranks]
+    paced = Measurement(PLAN, plain.placement, tuple(by_itself), message_seconds=4e-4, steps_a_tick=8).costs.beside
+    assert paced.step_seconds == 0.0, "the device finds its next steps waiting"
 
 
 def test_one_rank_measures_nothing_that_takes_two() -> None:

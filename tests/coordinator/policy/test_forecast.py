@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gearshift.coordinator.chunks.plan import Fixed, Limits
-from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.chunks.plan import Auto, Fixed, Limits
+from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, ShiftCost, StepCost
 from gearshift.coordinator.generation import KeptPrefix
 from gearshift.coordinator.policy.forecast import Forecast, Journey, Running, Task, chunk_plans, forecasts
 from gearshift.coordinator.residency.regret import Regret
@@ -41,6 +41,43 @@ def test_the_parts_of_a_journey_are_back_prefill_exposed_shift_and_decode() -> N
     assert found[TENSOR, TENSOR].exposed == 0.0
     assert found[TENSOR, LAYER].exposed == pytest.approx(0.2 + 0.02 * 10)
     assert found[LAYER, TENSOR].seconds == pytest.approx(7 + 0.2 + steps)
+
+
+def test_what_is_beside_chunks_and_steps_is_added_and_the_constant_part_once() -> None:
+    plain = predict()
+    found = predict(costs=replace(COSTS, beside=BesideCost(3.0, 0.5, 0.125, 0.0625)))
+    for journey, forecast in found.items():
+        constant = 3.0 if journey[0] is journey[1] else 3.5
+        assert forecast.constant == constant
+        assert forecast.prefill == pytest.approx(plain[journey].prefill + 2 * 0.125), "before two of three chunks"
+        assert forecast.decode == pytest.approx(plain[journey].decode + 10 * 0.0625)
+        assert forecast.exposed == plain[journey].exposed
+        assert forecast.seconds == pytest.approx(plain[journey].seconds + constant + 0.25 + 0.625)
+    alone = predict(replace(TASK, steps=0), replace(COSTS, beside=BesideCost(3.0, 0.5)))
+    assert {forecast.constant for forecast in alone.values()} == {3.0}
+
+
+def test_moves_hold_up_the_prompt_of_a_journey_that_shifts_alone() -> None:
+    plain, costs = predict(), replace(COSTS, to_tensor=ShiftCost(0.1, 0.01, 0.5))
+    found = predict(costs=costs)
+    assert found[LAYER, TENSOR].prefill == pytest.approx(plain[LAYER, TENSOR].prefill + 2 * 0.5)
+    for journey in ((LAYER, LAYER), (TENSOR, LAYER), (TENSOR, TENSOR)):
+        assert found[journey] == plain[journey]
+    for task in (replace(TASK, in_place=True), replace(TASK, steps=0)):
+        assert predict(task, costs)[LAYER, TENSOR].prefill == predict(task)[LAYER, TENSOR].prefill
+
+
+def test_chunks_that_take_more_beside_are_fewer() -> None:
+    """Two stages as of a small model on a CPU, whose commands and reports take as long as its launches."""
+    stage = ChunkCost(0.5e-3, 5e-6, 1.3e-9)
+    costs = replace(COSTS, stages=(stage, stage))
+    task, limits = Task(2048, 31), Limits(32, 64, 2048)
+
+    def chunks(beside: float) -> int:
+        known = replace(costs, beside=BesideCost(chunk_seconds=beside))
+        return len(chunk_plans(task, known, 2, Auto(), limits, (LAYER,))[LAYER].chunks)
+
+    assert chunks(0.0) > chunks(1e-3) >= 2
 
 
 def test_without_steps_nothing_is_shifted_and_no_step_need_have_been_measured() -> None:

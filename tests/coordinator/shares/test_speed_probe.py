@@ -7,11 +7,11 @@ import pytest
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.shares.sample_model import MOST_LAYERS, sample_model
 from gearshift.coordinator.shares.speed_probe import alike, probe_shares
-from gearshift.proto.commands import AnyCommand, LoadModel, MeasureCosts, UnloadModel
+from gearshift.proto.commands import AnyCommand, LoadModel, MeasureCosts, ReadClock, UnloadModel
 from gearshift.proto.ids import ComputeType, KvType, Rank
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
-from gearshift.proto.reports import AnyReport, CostsMeasured, Hello, KindSeconds, ModelLoaded
+from gearshift.proto.reports import AnyReport, ClockRead, CostsMeasured, Hello, KindSeconds, ModelLoaded
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 F32 = KvFormat(KvType.F32, KvType.F32)
@@ -39,6 +39,8 @@ class TimedGroup:
                 ]
             case MeasureCosts():
                 self._reports += [self._measured(Rank(rank), command) for rank in range(self.ranks)]
+            case ReadClock():
+                self._reports += [ClockRead(Rank(rank), 0.0) for rank in range(self.ranks)]
             case UnloadModel():
                 self._loaded = None
             case _:

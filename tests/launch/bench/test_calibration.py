@@ -59,7 +59,8 @@ def test_every_point_is_told_as_measured_and_as_predicted() -> None:
 
 def test_the_tables_name_stages_points_layouts_and_links() -> None:
     text = shown(measured((1.0, 0.5), THOROUGH))
-    columns, links = ("stage 0", "stage 1", "tensor", "b/a, tokens"), ("GB/s", "shift of 1,024 tokens")
+    columns = "stage 0", "stage 1", "tensor", "b/a, tokens"
+    links = "GB/s", "shift of 1,024 tokens", "beside a chunk", "beside chunks and steps"
     for words in (*columns, "2,048", "1,024", "(+0.0%)", *links):
         assert words in text
 

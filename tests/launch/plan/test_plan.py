@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, LinkCost, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, LinkCost, ShiftCost, StepCost
 from gearshift.coordinator.costs.files import write_costs
 from gearshift.launch.command_line import run_command
 
@@ -51,6 +51,24 @@ def test_a_plan_from_costs_alone_tells_all_journeys_the_choice_and_the_chunks(
     assert facts["break_even"] == {"stay": ["layer", "layer"], "shift": ["layer", "tensor"], "tokens": 4.0}
     assert facts["chunks"] == [10, 10, 10]
     assert facts["with_the_measured_shift"] is None
+
+
+def test_a_plan_tells_the_constant_part_where_the_costs_know_it(
+    tmp_path: Path, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", "--costs", str(costs_file), *WORDS]) == 0
+    assert "constant," not in capsys.readouterr().out
+    known = tmp_path / "known.json"
+    write_costs(known, replace(COSTS, beside=BesideCost(2.0, 1.0, 0.25, 0.0625)), {"devices": ["cpu", "cpu"]})
+    facts = facts_of(capsys, "--costs", known, *WORDS)
+    found = {(one["prefill"], one["decode"]): one for one in facts["journeys"]}
+    assert found["layer", "tensor"]["constant_seconds"] == 2 + 1
+    assert found["tensor", "tensor"]["constant_seconds"] == 2
+    assert found["layer", "tensor"]["seconds"] == 3 + (7 + 2 * 0.25) + 1 + (2.5 + 10 * 0.0625)
+    # The shift has to make good a second more: (1 + 1) / (0.5 - 0.25).
+    assert facts["break_even"]["tokens"] == 8.0
+    assert run_command(["plan", "--costs", str(known), *WORDS]) == 0
+    assert "constant," in capsys.readouterr().out
 
 
 def test_chunks_much_longer_than_those_timed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ def settings(**changes: Any) -> GroupSettings:
 def started(speeds: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> tuple[Driver, bool, CostPlace]:
     """A driver that has its costs, whether they were measured, and where they are kept. `changes`: of its settings."""
     group = GroupOfWorkers(2, (200, 200), vocab=60, measured_speeds=speeds)
-    driver = Driver(group, SPEC, PLACEMENT, DriverSettings(context_tokens=256, max_chunk_tokens=128))
+    chosen = DriverSettings(context_tokens=256, max_chunk_tokens=128)
+    driver = Driver(group, SPEC, PLACEMENT, chosen, clock=lambda: 0.0)  # messages take the same in every test: nothing
     loaded = driver.load()
     place = settle_costs(driver, group, PLACEMENT, loaded, settings(**changes))
     assert driver.costs is not None

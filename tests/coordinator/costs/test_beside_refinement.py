@@ -1,0 +1,167 @@
+"""What work takes beside chunks and steps follows recent ticks and requests."""
+
+import pytest
+from msgspec.structs import replace
+
+from gearshift.coordinator.costs.beside_refinement import TimeBeside
+from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.costs.known_costs import KnownCosts
+from gearshift.proto.commands import Batch, BatchEntry, Chunk, Move, RunTick
+from gearshift.proto.ids import Layout, Rank, RequestId
+from gearshift.proto.reports import TickFinished
+
+LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
+ONE, OTHER = RequestId(1), RequestId(2)
+START = BesideCost(3e-3, 1e-3, 2e-4, 1e-4)
+COSTS = Costs(
+    stages=(ChunkCost(1.0, 0.0), ChunkCost(1.0, 0.0)),
+    tensor_prefill=ChunkCost(1.0, 0.0),
+    decode_layer=StepCost(((1, 0.1),)),
+    decode_tensor=StepCost(((1, 0.1),)),
+    to_tensor=ShiftCost(0.001, 1e-5),
+    beside=START,
+)
+
+
+def known_costs() -> KnownCosts:
+    known = KnownCosts()
+    known.use(COSTS)
+    return known
+
+
+def now(known: KnownCosts) -> BesideCost:
+    assert known.present is not None
+    return known.present.beside
+
+
+def tell(known: KnownCosts, tick: RunTick, *reports: TickFinished) -> None:
+    known.tick_sent(tick)
+    for report in reports:
+        known.hear(report)
+
+
+def report(rank: int, sequence: int, busy: float, decode: float, between: float, moving: float = 0.0) -> TickFinished:
+    return TickFinished(
+        Rank(rank), sequence, busy, 0.0, decode, between_seconds=between, moving_seconds=moving
+    )
+
+
+def read(known: KnownCosts, sequence: int, between: float, request: RequestId = ONE, moving: float = 0.0) -> None:
+    """A tick in which the first stage reads a chunk, beside moves if they take time."""
+    chunk = Chunk(request, 64 * sequence, (1,) * 64)
+    moves = (Move(request, TENSOR, 0, 0, 1),) if moving else ()
+    tell(
+        known, RunTick(sequence, (chunk, None), moves=moves),
+        report(0, sequence, 1.0, 0.0, between, moving), report(1, sequence, 0.0, 0.0, 5.0),
+    )  # fmt: skip
+
+
+def write(known: KnownCosts, sequence: int, layout: Layout, *took: tuple[float, float]) -> None:
+    """A tick of four steps; by rank: what was between the ticks, and the steps."""
+    batch = Batch(layout, 4, (BatchEntry(ONE, 100 + sequence, ()),))
+    reports = [report(rank, sequence, 0.0, steps, between) for rank, (between, steps) in enumerate(took)]
+    tell(known, RunTick(sequence, decode=(batch,)), *reports)
+
+
+def test_between_two_chunks_of_a_prompt_is_what_a_chunk_takes_beside() -> None:
+    known = known_costs()
+    read(known, 0, 9.0)  # it was waiting for work
+    for sequence, between in ((1, 4e-4), (2, 0.5), (3, 3e-4)):  # one of them beside other work
+        assert now(known).chunk_seconds == START.chunk_seconds
+        read(known, sequence, between)
+    assert now(known).chunk_seconds == 4e-4
+    assert now(known).request_seconds == START.request_seconds
+
+
+def test_what_is_before_a_prompt_is_not_beside_its_chunks() -> None:
+    known = known_costs()
+    for sequence in range(0, 20, 2):  # no two of them in ticks behind one another
+        read(known, sequence, 9.0)
+    for sequence, request in enumerate((ONE, OTHER) * 4, start=21):
+        read(known, sequence, 9.0, request)
+    assert now(known) == START
+
+
+def test_moves_beside_chunks_are_the_shifts_own() -> None:
+    known = known_costs()
+    for sequence in range(5):
+        read(known, sequence, 1e-4, moving=7e-4)
+    assert known.present is not None
+    assert known.present.to_tensor.per_chunk_seconds == 7e-4
+    assert known.present.to_layer.per_chunk_seconds == 0.0
+    assert now(known).chunk_seconds == 1e-4
+
+
+@pytest.mark.parametrize("layout", [LAYER, TENSOR])
+def test_a_step_takes_its_share_of_what_is_between_two_ticks_of_steps(layout: Layout) -> None:
+    known = known_costs()
+    for sequence in range(6):
+        # The second rank comes last: it does not wait for the first, which waits for it in its steps.
+        write(known, sequence, layout, (2e-4, 0.4 + 6e-4), (8e-4, 0.4))
+    assert now(known).step_seconds == pytest.approx(8e-4 / 4)
+
+
+def test_the_first_tick_of_an_answer_says_nothing_of_the_time_before() -> None:
+    known = known_costs()
+    for sequence in range(0, 20, 2):
+        write(known, sequence, TENSOR, (5.0, 0.4), (5.0, 0.4))
+    for sequence in range(21, 29):
+        write(known, sequence, LAYER if sequence % 2 else TENSOR, (5.0, 0.4), (5.0, 0.4))
+    assert now(known) == START
+
+
+def test_a_requests_constant_part_is_the_median_of_recent_ones() -> None:
+    known = known_costs()
+    for seconds in (9.0, 9.0):
+        known.request_ended(TimeBeside(seconds, shifted=False))
+    assert now(known).request_seconds == START.request_seconds
+    for seconds in (4e-3, 5e-3, 4.5e-3, 1.0, 4e-3):
+        known.request_ended(TimeBeside(seconds, shifted=False))
+    assert now(known).request_seconds == 4.5e-3
+    known.request_ended(None)
+    assert now(known).request_seconds == 4.5e-3
+
+
+def test_what_shifted_requests_take_more_is_a_part_of_its_own() -> None:
+    known = known_costs()
+    for _ in range(3):
+        known.request_ended(TimeBeside(START.request_seconds + 2e-3, shifted=True))
+    assert (now(known).request_seconds, now(known).shift_seconds) == pytest.approx((3e-3, 2e-3))
+    for _ in range(5):
+        known.request_ended(TimeBeside(1e-3, shifted=True))  # never less than nothing
+    assert (now(known).request_seconds, now(known).shift_seconds) == (3e-3, 0.0)
+
+
+def test_requests_in_which_something_was_run_for_the_first_time_say_nothing() -> None:
+    known = known_costs()
+    for number in range(5):
+        first = replace(report(0, number, 1.0, 0.0, 9.0), first_runs=2)
+        tell(known, RunTick(number, tensor_chunk=Chunk(ONE, 0, (1,) * 64)), first, report(1, number, 1.0, 0.0, 9.0))
+        known.request_ended(TimeBeside(9e-3, shifted=False))
+    assert now(known) == START
+    for _ in range(3):
+        known.request_ended(TimeBeside(5e-3, shifted=False))
+    assert now(known).request_seconds == 5e-3
+
+
+def test_stalls_say_little_of_the_constant_part() -> None:
+    known = known_costs()
+    for _ in range(3):
+        known.request_ended(TimeBeside(2.0, shifted=False))
+        known.request_ended(TimeBeside(2.0, shifted=True))
+    assert now(known).request_seconds == 4 * START.request_seconds
+    for _ in range(5):
+        known.request_ended(TimeBeside(5e-3, shifted=False))
+        known.request_ended(TimeBeside(6e-3, shifted=True))
+    assert now(known).request_seconds == 5e-3
+    assert now(known).shift_seconds == pytest.approx(1e-3)
+
+
+def test_costs_that_were_given_stay_as_they_are() -> None:
+    known = KnownCosts()
+    known.request_ended(TimeBeside(1.0, shifted=False))
+    assert known.present is None
+    known.use(COSTS, refine=False)
+    for _ in range(5):
+        known.request_ended(TimeBeside(1.0, shifted=False))
+    assert known.present == COSTS
