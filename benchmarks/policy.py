@@ -115,6 +115,10 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=None, help="for all sizes together, warm-ups included"
     )
     parser.add_argument("--short-warm-ups", type=int, default=None, help="left out: 2, none on CPU")
+    parser.add_argument(
+        "--quiet", type=float, default=None,
+        help="seconds without a request before the first, in which cards prepare; left out: 15, none on CPU",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=int(time.time()))
     return parser.parse_args()
 
@@ -143,6 +147,8 @@ def main() -> None:
     usual = usual_sizes(options)
     if options.short_warm_ups is None:
         options.short_warm_ups = 0 if on_cpu(options.device) else 2
+    if options.quiet is None:
+        options.quiet = 0.0 if on_cpu(options.device) else 15.0
     chat, chat_answer = options.chat or usual.chat_turns, options.chat_answer or usual.chat_answer
     prompts, answers = options.prompts or usual.prompts, options.answers or usual.answers
     with model_file(options.model) as file:
@@ -159,12 +165,14 @@ def main() -> None:
             record: dict[str, Any] = {
                 "benchmark": "policy", "model": opened.spec.name, "workers": ranks, "seed": options.seed,
                 "blocks": options.blocks, "rounds": options.rounds, "seconds": options.seconds,
-                "warm_up": f"{options.short_warm_ups} short runs and one of each pair, for each size",
+                "warm_up": f"{options.quiet:g} quiet seconds; {options.short_warm_ups} short runs and one of each pair, for "
+                "each size",
                 "link_options": {"no_peer": settings.link_options.no_peer, "throttle_link": options.throttle_link},
                 **machine_facts([hello.device for hello in session.cluster.hellos]),
             }  # fmt: skip
             cells: list[dict[str, Any]] = []
             chats: list[Chat] = []
+            time.sleep(options.quiet)
             try:
                 for cell in Grid(driver, ranks, options).cells(sizes):
                     cells.append(cell.facts())
