@@ -55,7 +55,8 @@ def anonymous_bytes() -> int:
 def probe(rank: Rank, device: torch.device) -> MemoryProbed:
     """What the rank's device has left, and what this process holds of it."""
     if device.type == "cuda":
-        return_unused(device)  # of an earlier model
+        gc.collect()  # what links were tried with may know each other
+        return_unused(device)  # and that of an earlier model
         return MemoryProbed(rank, device_free_bytes(device), 0)
     return MemoryProbed(rank, free_memory_bytes(), anonymous_bytes())
 
