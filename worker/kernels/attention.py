@@ -4,7 +4,9 @@ Three ways, one result: a single row (decode), many rows through the library's o
 through oneDNN's matrix product, which is 1.6 to 1.9 times as fast there (docs/lab_notes.md).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as functional
@@ -27,13 +29,18 @@ def attend(
     """softmax(q k^T * scale) v for the T newest of L positions: [T, Q, V].
 
     Row t stands at position L - T + t of the gathered keys and sees itself and what came before; with a window W it
-    sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`.
+    sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`. Query
+    heads are in the order of the KV heads that they read.
     """
-    group = _even_group(kv_head_of_query, key_HLK.shape[0])
-    if group == 0:
-        index = torch.tensor(kv_head_of_query, device=key_HLK.device)
-        kv_head_of_query = tuple(range(len(kv_head_of_query)))
-        key_HLK, value_HLV, group = key_HLK[index], value_HLV[index], 1
+    runs = head_runs(kv_head_of_query)
+    if len(runs) > 1:
+        how = (scale, sliding_window, dtype)
+        pieces = [
+            attend(query_TQK[:, run.query], key_HLK[run.kv], value_HLV[run.kv], run.kv_head_of_query, *how)
+            for run in runs
+        ]
+        return torch.cat(pieces, dim=1)
+    group = runs[0].group
     rows = query_TQK.shape[0]
     if rows == 1:
         return _one_row(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
@@ -164,10 +171,26 @@ def causal_mask(rows: int, length: int, sliding_window: int, device: torch.devic
     return mask
 
 
-def _even_group(kv_head_of_query: tuple[int, ...], kv_heads: int) -> int:
-    """Query heads per KV head where they are whole groups in order, else 0."""
-    if kv_heads and len(kv_head_of_query) % kv_heads == 0:
-        group = len(kv_head_of_query) // kv_heads
-        if all(head == index // group for index, head in enumerate(kv_head_of_query)):
-            return group
-    return 0
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """Query heads, and the KV heads that these read, with as many of the former to each of the latter."""
+
+    query: slice
+    kv: slice
+    group: int  # query heads of each KV head
+
+    @property
+    def kv_head_of_query(self) -> tuple[int, ...]:
+        """Index within `kv`."""
+        return tuple(head // self.group for head in range(self.query.stop - self.query.start))
+
+
+@lru_cache(maxsize=256)
+def head_runs(kv_head_of_query: tuple[int, ...]) -> tuple[HeadRun, ...]:
+    """One run where groups are whole: a group that a part begins or ends inside is one of its own."""
+    runs, query, kv = [], 0, 0
+    for group, alike in groupby(len(list(readers)) for _, readers in groupby(kv_head_of_query)):
+        heads = len(list(alike))
+        runs.append(HeadRun(slice(query, query + heads * group), slice(kv, kv + heads), group))
+        query, kv = query + heads * group, kv + heads
+    return tuple(runs)
