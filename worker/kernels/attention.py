@@ -32,8 +32,10 @@ def attend(
     sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`. Query
     heads are in the order of the KV heads that they read.
     """
-    runs = head_runs(kv_head_of_query)
-    if len(runs) > 1:
+    rows = query_TQK.shape[0]
+    if rows == 1 and (margins := group_margins(kv_head_of_query)) is not None:
+        return _one_row(query_TQK, key_HLK, value_HLV, margins, scale, sliding_window)
+    if len(runs := head_runs(kv_head_of_query)) > 1:
         how = (scale, sliding_window, dtype)
         pieces = [
             attend(query_TQK[:, run.query], key_HLK[run.kv], value_HLV[run.kv], run.kv_head_of_query, *how)
@@ -41,9 +43,6 @@ def attend(
         ]
         return torch.cat(pieces, dim=1)
     group = runs[0].group
-    rows = query_TQK.shape[0]
-    if rows == 1:
-        return _one_row(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
     if rows * key_HLK.shape[1] * group > MOST_SCORES:
         return _in_two(query_TQK, key_HLK, value_HLV, kv_head_of_query, scale, sliding_window, dtype)
     if rows >= FEWEST_FAST_ROWS and has_fast_linear(query_TQK.device, dtype):
@@ -65,15 +64,19 @@ def _in_two(
 
 
 def _one_row(
-    query_1QK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int
+    query_1QK: Tensor, key_HLK: Tensor, value_HLV: Tensor, margins: tuple[int, int], scale: float, sliding_window: int
 ) -> Tensor:
-    heads, length, _ = key_HLK.shape
-    query_HGK = query_1QK.view(heads, group, -1).to(key_HLK.dtype)
+    """`margins`: query heads that the first and the last group lack; they are added: one product takes all groups."""
+    (heads, length, _), (before, after), own = key_HLK.shape, margins, query_1QK.shape[1]
+    if before or after:
+        query_1QK = functional.pad(query_1QK, (0, 0, before, after))
+    query_HGK = query_1QK.view(heads, (before + own + after) // heads, -1).to(key_HLK.dtype)
     scores_HGL = _scores(query_HGK, key_HLK).mul_(scale)
     if 0 < sliding_window < length:
         scores_HGL[..., : length - sliding_window] = float("-inf")
     weights_HGL = torch.softmax(scores_HGL, dim=-1).to(value_HLV.dtype)
-    return torch.bmm(weights_HGL, value_HLV).view(1, heads * group, -1)
+    attended_1QV = torch.bmm(weights_HGL, value_HLV).view(1, before + own + after, -1)
+    return attended_1QV[:, before : before + own]
 
 
 def _many_rows(
@@ -194,3 +197,11 @@ def head_runs(kv_head_of_query: tuple[int, ...]) -> tuple[HeadRun, ...]:
         runs.append(HeadRun(slice(query, query + heads * group), slice(kv, kv + heads), group))
         query, kv = query + heads * group, kv + heads
     return tuple(runs)
+
+
+@lru_cache(maxsize=256)
+def group_margins(kv_head_of_query: tuple[int, ...]) -> tuple[int, int] | None:
+    """Query heads that the first and the last group lack to be as large as all others; None: these differ too."""
+    groups = [len(list(readers)) for _, readers in groupby(kv_head_of_query)]
+    largest = max(groups)
+    return None if set(groups[1:-1]) - {largest} else (largest - groups[0], largest - groups[-1])
