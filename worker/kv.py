@@ -125,10 +125,15 @@ class KvStore:
         region.keys[slot_T, :, row_T] = key_THK
         region.values[slot_T, :, row_T] = value_THV
 
-    def read(self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [first, length) for attention: ([H, n, K], [H, n, V])."""
+    def read(
+        self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int, first_head: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [first, length) for attention, of heads from one on: ([H, n, K], [H, n, V])."""
         region = self._regions[bundle, layer]
-        return self.gather(region.keys, run, first, length), self.gather(region.values, run, first, length)
+        keys, values = region.keys, region.values
+        if first_head:
+            keys, values = keys[:, first_head:], values[:, first_head:]
+        return self.gather(keys, run, first, length), self.gather(values, run, first, length)
 
     def gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         """The same of a region's keys or values alone."""

@@ -233,7 +233,7 @@ def _plain_gpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], row
 
 
 def _projected_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int, element: int) -> int:
-    """Queries, keys and values of all parts in the compute type, joined where there are some, and as f32; turned."""
+    """Queries, keys and values in the compute type and as f32; turned. As if all parts shared KV heads: then joined."""
     query, kv = sum(len(part.query) for part in parts), sum(len(part.kv) for part in parts)
     columns = query * facts.key_width + kv * (facts.key_width + facts.value_width)
     turned = (query + kv) * facts.key_width

@@ -26,11 +26,15 @@ def parts_of(query_heads: int, kv_heads: int, shares: tuple[float, ...]) -> list
 
 
 def test_a_kv_head_that_two_parts_have_is_read_by_the_first_for_both() -> None:
-    first, second = head_places(parts_of(9, 3, (0.8, 0.2)))
+    ((first, second),) = head_places(parts_of(9, 3, (0.8, 0.2)))
     assert (first.query, first.kv, first.new_kv) == (slice(0, 7), slice(0, 3), slice(0, 3))
     assert (first.readers, first.kv_head_of_reader) == (slice(0, 9), (0, 0, 0, 1, 1, 1, 2, 2, 2))
-    assert (second.query, second.kv, second.own_new) == (slice(7, 9), slice(2, 3), slice(1, 1))
+    assert (second.query, second.kv, second.new_kv) == (slice(7, 9), slice(2, 3), slice(3, 3))
     assert second.kv_head_of_reader == ()
+
+
+def test_parts_of_whole_groups_run_apart() -> None:
+    assert [[one.part for one in some] for some in head_places(parts_of(9, 3, (0.67, 0.0, 0.33)))] == [[0], [2]]
 
 
 @pytest.mark.parametrize(
@@ -38,25 +42,28 @@ def test_a_kv_head_that_two_parts_have_is_read_by_the_first_for_both() -> None:
 )
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(9, 3), (8, 2), (12, 1), (16, 16), (10, 5)])
 def test_every_head_of_a_layer_is_placed_once(query_heads: int, kv_heads: int, shares: tuple[float, ...]) -> None:
-    parts = parts_of(query_heads, kv_heads, shares)
-    places = head_places(parts)
-    assert [one.part for one in places] == [part.part for part in parts if part.query_heads]
-    assert [head for one in places for head in range(query_heads)[one.query]] == list(range(query_heads))
-    assert [head for one in places for head in range(kv_heads)[one.new_kv]] == list(range(kv_heads))
-    for one in places:
-        part = parts[one.part]
-        assert one.kv == slice(part.first_kv_head, part.first_kv_head + part.kv_heads)
-        assert list(range(kv_heads)[one.kv])[one.own_new] == list(range(kv_heads)[one.new_kv])
-    group = query_heads // kv_heads
-    read = [one.new_kv.start + head for one in places for head in one.kv_head_of_reader]
+    parts, group = parts_of(query_heads, kv_heads, shares), query_heads // kv_heads
+    together = head_places(parts)
+    assert [one.part for some in together for one in some] == [part.part for part in parts if part.query_heads]
+    read = []
+    for some in together:
+        first_query, first_kv = len(read), parts[some[0].index].first_kv_head
+        assert first_query == first_kv * group
+        for one in some:
+            part = parts[one.index]
+            assert one.kv == slice(part.first_kv_head - first_kv, part.first_kv_head - first_kv + part.kv_heads)
+            assert one.query.stop - one.query.start == part.query_heads
+            read += [first_kv + one.new_kv.start + head for head in one.kv_head_of_reader]
+            assert len(read) == first_query + max(one.readers.stop, one.readers.start)
+            assert len(head_runs(one.kv_head_of_reader)) <= 1  # whole groups
     assert read == [head // group for head in range(query_heads)]
-    assert all(len(head_runs(one.kv_head_of_reader)) <= 1 for one in places)  # whole groups
 
 
 def test_a_part_alone_has_all_of_its_heads() -> None:
     _, second = parts_of(9, 3, (0.8, 0.2))
-    (alone,) = head_places([second])
-    assert (alone.query, alone.kv, alone.new_kv, alone.own_new) == (slice(0, 2), *(3 * (slice(0, 1),)))
+    ((alone,),) = head_places([second])
+    assert (alone.index, alone.part) == (0, 1)
+    assert (alone.query, alone.kv, alone.new_kv) == (slice(0, 2), slice(0, 1), slice(0, 1))
     assert (alone.readers, alone.kv_head_of_reader) == (slice(0, 2), (0, 0))
 
 

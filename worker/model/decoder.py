@@ -1,8 +1,8 @@
 """The transformer itself: one pass of some rows through some layers, in either layout.
 
 The layer layout runs all parts of a layer here; the tensor layout runs the own part and sums over the ranks, once per
-half block. Both are the same code over different parts. Matrices are multiplied part by part; heads of all parts are
-turned and attended together, so that a pass does not feel where they are cut.
+half block. Both are the same code over different parts. Matrices are multiplied part by part; heads of parts that share
+KV heads are turned and attended together, so that a pass does not feel where it is cut.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -84,11 +84,12 @@ class Decoder:
         weights = self._weights.layers[layer]
         split = layout is Layout.TENSOR
         parts = (weights.own,) if split else weights.parts
-        places = self._places[layer][layout]
+        together = self._places[layer][layout]
         epsilon = self._spec.norm_epsilon
 
         normed_TD = rms_norm(hidden_TD, weights.attention_norm, epsilon).to(self._dtype)
-        partial_TD = self._attention(normed_TD, weights, parts, places, layer, segments, rotation)
+        shares = (self._attention(normed_TD, weights, parts, some, layer, segments, rotation) for some in together)
+        partial_TD = _sum(normed_TD, shares)
         attention_TD = self._all_reduce(partial_TD) if split else partial_TD
         if weights.attention_output_bias is not None:
             attention_TD = attention_TD + weights.attention_output_bias
@@ -107,10 +108,7 @@ class Decoder:
         self, normed_TD: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], places: Sequence[HeadPlace],
         layer: int, segments: Sequence[Segment], rotation: Rotation,
     ) -> Tensor:  # fmt: skip
-        """Some parts' heads: project, rotate, store, attend. Returns their share of the output, f32 [T, D]."""
-        parts = [part for part in parts if part.query_heads]
-        if not parts:
-            return _sum(normed_TD, ())
+        """Heads of parts that run together: project, rotate, store, attend. Their share of the output, f32 [T, D]."""
         facts, epsilon = self._spec.layers[layer], self._spec.norm_epsilon
         query_heads, kv_heads = places[-1].query.stop, places[-1].kv.stop
         turned = query_heads + kv_heads
@@ -124,39 +122,50 @@ class Decoder:
         heads_THK = rotate(heads_THK, rotation)
         query_TQK, key_THK = heads_THK[:, :query_heads], heads_THK[:, query_heads:]
         attended_TQV = self._attend(query_TQK, key_THK, value_THV, places, layer, segments)
-        attended = [attended_TQV[:, place.query].flatten(1) for place in places]
-        outputs = (part.attention_output(own) for part, own in zip(parts, attended, strict=True))
+        if len(places) == 1:
+            return parts[places[0].index].attention_output(attended_TQV.flatten(1)).float()
+        outputs = (parts[one.index].attention_output(attended_TQV[:, one.query].flatten(1)) for one in places)
         return _sum(normed_TD, outputs)
 
     def _attend(
         self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, places: Sequence[HeadPlace], layer: int,
         segments: Sequence[Segment],
     ) -> Tensor:
-        """Store the rows' keys and values, then attend over each request's cache: [T, Q, V] in the compute type.
-
-        No more is gathered at once than one part's keys and values; those that two parts have, in the first of them.
-        """
-        facts = self._spec.layers[layer]
-        window = facts.sliding_window
-        shape = (*query_TQK.shape[:2], facts.value_width)
-        attended = torch.empty(shape, dtype=self._dtype, device=self._device)
+        """Store the rows' keys and values, then attend over each request's cache: [T, Q, V] in the compute type."""
+        attended = []
         for segment in segments:
             span = slice(segment.first_row, segment.first_row + segment.rows)
-            first, length = max(0, segment.start + 1 - window) if window else 0, segment.start + segment.rows
-            for place in places:
-                bundle = (self._stage_of_layer[layer], place.part)
-                run = segment.state.slots[bundle]
-                self._kv.append(bundle, layer, run, segment.start, key_THK[span, place.kv], value_THV[span, place.kv])
-                if not place.kv_head_of_reader:
-                    continue
-                region = self._kv.region(bundle, layer)
-                key_HLK = self._kv.gather(region.keys[:, place.own_new], run, first, length)
-                value_HLV = self._kv.gather(region.values[:, place.own_new], run, first, length)
-                attended[span, place.readers] = attend(
-                    query_TQK[span, place.readers], key_HLK, value_HLV, place.kv_head_of_reader,
-                    self._spec.attention_scale, window, self._dtype,
-                )  # fmt: skip
-        return attended
+            rows = query_TQK[span], key_THK[span], value_THV[span]
+            attended.append(self._attend_request(*rows, places, layer, segment).to(self._dtype))
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_request(
+        self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, places: Sequence[HeadPlace], layer: int,
+        segment: Segment,
+    ) -> Tensor:
+        """One request's, [T, Q, V]. No more is gathered at once than one part's keys and values."""
+        if len(places) == 1:
+            self._store(key_THK, value_THV, places[0], layer, segment)
+            return self._attend_readers(query_TQK, places[0], layer, segment)
+        attended = []
+        for place in places:
+            self._store(key_THK[:, place.kv], value_THV[:, place.kv], place, layer, segment)
+            if place.kv_head_of_reader:
+                attended.append(self._attend_readers(query_TQK[:, place.readers], place, layer, segment))
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+    def _store(self, key_THK: Tensor, value_THV: Tensor, place: HeadPlace, layer: int, segment: Segment) -> None:
+        bundle = (self._stage_of_layer[layer], place.part)
+        self._kv.append(bundle, layer, segment.state.slots[bundle], segment.start, key_THK, value_THV)
+
+    def _attend_readers(self, query_TQK: Tensor, place: HeadPlace, layer: int, segment: Segment) -> Tensor:
+        """All that read KV heads which this part has and no part before it."""
+        bundle = (self._stage_of_layer[layer], place.part)
+        run, window = segment.state.slots[bundle], self._spec.layers[layer].sliding_window
+        first, length = max(0, segment.start + 1 - window) if window else 0, segment.start + segment.rows
+        key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, length, int(place.is_first_kv_shared))
+        scale = self._spec.attention_scale
+        return attend(query_TQK, key_HLK, value_HLV, place.kv_head_of_reader, scale, window, self._dtype)
 
     def _feed_forward(self, normed_TD: Tensor, part: PartWeights) -> Tensor:
         """One part's columns of the feed-forward block: its share of the output, [T, D]."""
@@ -181,24 +190,32 @@ def _as_it_is(partial: Tensor) -> Tensor:
 def _projected(
     normed_TD: Tensor, parts: Sequence[PartWeights], places: Sequence[HeadPlace], facts: LayerSpec
 ) -> Tensor:
-    """All parts' queries, then keys, then values, of each KV head once: f32 [T, C]."""
-    projected_TC = _joined([part.qkv(normed_TD) for part in parts], places, facts).float()
-    biases = [part.qkv_bias for part in parts if part.qkv_bias is not None]
-    return projected_TC + _joined(biases, places, facts) if biases else projected_TC
+    """Queries, then keys, then values of parts that run together, of each KV head once: f32 [T, C]."""
+    if len(places) == 1:
+        return _with_bias(parts[places[0].index].qkv(normed_TD).float(), parts[places[0].index].qkv_bias)
+    running = [parts[place.index] for place in places]
+    projected_TC = _joined([part.qkv(normed_TD) for part in running], places, facts).float()
+    biases = [part.qkv_bias for part in running if part.qkv_bias is not None]
+    return _with_bias(projected_TC, _joined(biases, places, facts) if biases else None)
+
+
+def _with_bias(rows_TC: Tensor, bias_C: Tensor | None) -> Tensor:
+    return rows_TC if bias_C is None else rows_TC + bias_C
 
 
 def _joined(of_parts: Sequence[Tensor], places: Sequence[HeadPlace], facts: LayerSpec) -> Tensor:
     """Each part's queries | keys | values, along the last dimension, as those of one."""
-    if len(of_parts) == 1:
-        return of_parts[0]
     queries, keys, values = [], [], []
+    key_width, value_width = facts.key_width, facts.value_width
     for projected, place in zip(of_parts, places, strict=True):
-        widths = (facts.key_width, facts.key_width, facts.value_width)
-        counts = (place.query.stop - place.query.start, *(2 * (place.kv.stop - place.kv.start,)))
-        pieces = projected.split([count * width for count, width in zip(counts, widths, strict=True)], dim=-1)
-        queries.append(pieces[0])
-        keys.append(pieces[1][..., place.own_new.start * facts.key_width :])
-        values.append(pieces[2][..., place.own_new.start * facts.value_width :])
+        query_heads, kv_heads = place.query.stop - place.query.start, place.kv.stop - place.kv.start
+        widths = query_heads * key_width, kv_heads * key_width, kv_heads * value_width
+        query, key, value = projected.split(widths, dim=-1)
+        if place.is_first_kv_shared:
+            key, value = key[..., key_width:], value[..., value_width:]
+        queries.append(query)
+        keys.append(key)
+        values.append(value)
     return torch.cat((*queries, *keys, *values), dim=-1)
 
 
