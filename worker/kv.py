@@ -42,6 +42,13 @@ class SlotRun:
             return slots_first[self.first : self.first + count]
         return slots_first[self.index[:count]]
 
+    def whole_blocks(self, start: int, tokens: int) -> slice | None:
+        """The slots of these positions, where they are whole blocks in slots that follow one another."""
+        first, end = start // BLOCK_TOKENS, (start + tokens) // BLOCK_TOKENS
+        if self.first is None or start % BLOCK_TOKENS or tokens % BLOCK_TOKENS or end > len(self.index):
+            return None
+        return slice(self.first + first, self.first + end)
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -107,15 +114,26 @@ class KvStore:
             region.keys[slot, :, row] = self._encode(self._format.key, key_THK[0])
             region.values[slot, :, row] = self._encode(self._format.value, value_THV[0])
             return
+        key_THK, value_THV = self._encode(self._format.key, key_THK), self._encode(self._format.value, value_THV)
+        blocks = run.whole_blocks(start, key_THK.shape[0])
+        if blocks is not None:  # no index: a third of the time on a CPU
+            region.keys[blocks] = key_THK.unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2)
+            region.values[blocks] = value_THV.unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2)
+            return
         position = torch.arange(start, start + key_THK.shape[0], device=key_THK.device)
         slot_T, row_T = run.index[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-        region.keys[slot_T, :, row_T] = self._encode(self._format.key, key_THK)
-        region.values[slot_T, :, row_T] = self._encode(self._format.value, value_THV)
+        region.keys[slot_T, :, row_T] = key_THK
+        region.values[slot_T, :, row_T] = value_THV
 
-    def read(self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [first, length) for attention: ([H, n, K], [H, n, V])."""
+    def read(
+        self, bundle: Bundle, layer: int, run: SlotRun, first: int, length: int, first_head: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [first, length) for attention, of heads from one on: ([H, n, K], [H, n, V])."""
         region = self._regions[bundle, layer]
-        return self.gather(region.keys, run, first, length), self.gather(region.values, run, first, length)
+        keys, values = region.keys, region.values
+        if first_head:
+            keys, values = keys[:, first_head:], values[:, first_head:]
+        return self.gather(keys, run, first, length), self.gather(values, run, first, length)
 
     def gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
         """The same of a region's keys or values alone."""

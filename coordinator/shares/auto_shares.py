@@ -12,7 +12,6 @@ from math import floor, gcd, inf
 from ..costs.cost_model import LayerSeconds
 
 WORTH_IT = 0.02  # a gain below this may be noise, and equal shares read and write alike everywhere
-WHOLE_GROUPS_WORTH = 0.03  # slower steps may be, so that no KV group is cut: that costs each chunk up to a fifth
 TELLING = 0.1  # ranks of one kind that differ by more do not so by noise
 SUGGESTING_TOKENS = 1024  # of the chunk they are compared by
 SHARE_STEPS = 100  # parts are shared out in hundredths
@@ -173,11 +172,11 @@ def whole_groups(shares: Sequence[float], kv_heads: int) -> tuple[float, ...] | 
 def choose_parts(looks: Sequence[Look], whole: Look | None = None) -> tuple[float, ...] | None:
     """Of what was tried the quickest, the first look being at equal shares: None, those, where that gains little.
 
-    `whole`: a look at shares that cut no KV group in two. Such a cut costs each chunk its KV head twice, and that is
-    not seen in steps: unless it makes these clearly quicker, there is to be none.
+    `whole`: a look at shares that cut no KV group in two. A head that two ranks read is kept by both and moves with
+    both: unless that makes steps quicker by more than noise may feign, there is to be none.
     """
     best = min(looks, key=lambda look: look.slowest)
-    if whole is not None and whole.slowest <= best.slowest * (1 + WHOLE_GROUPS_WORTH):
+    if whole is not None and whole.slowest <= best.slowest * (1 + WORTH_IT):
         best = whole
     return best.shares if looks[0].slowest / best.slowest > 1 + WORTH_IT else None
 

@@ -131,10 +131,10 @@ def _pass_bytes(
             attention = _fused_attention_bytes(facts, parts, rows, case, spec.hidden)
             forward = _gpu_forward_bytes(parts, rows, spec.hidden, case)
         elif case.on_gpu:
-            attention = max(_plain_gpu_attention_bytes(facts, part, rows, case) for part in parts)
+            attention = _plain_gpu_attention_bytes(facts, parts, rows, case)
             forward = max(_gpu_forward_bytes((part,), rows, spec.hidden, case) for part in parts)
         else:
-            attention = max(_cpu_attention_bytes(facts, part, rows, case) for part in parts)
+            attention = _cpu_attention_bytes(facts, parts, rows, case)
             forward = max(3 * case.element_bytes * rows * len(part.feed_forward) for part in parts)
         widest = max(widest, attention, forward)
     # Hidden rows twice, their norms, two sums.
@@ -223,21 +223,32 @@ def _fused_attention_bytes(
     return projected + queries_and_results + gathered + rows * hidden * case.sum_bytes
 
 
-def _plain_gpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
-    """One part at a time by the library's own attention, which may lay scores of all its heads out."""
-    query, kv = len(part.query), len(part.kv)
+def _plain_gpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase) -> int:
+    """One part's KV heads at a time by the library's own attention, which may lay scores of all heads out."""
+    query = sum(len(part.query) for part in parts)
     if not query:
         return 0
-    seen = _seen_positions(facts, rows, case)
+    seen, most_kv = _seen_positions(facts, rows, case), max(len(part.kv) for part in parts)
+    gathered = seen * most_kv * (facts.key_width + facts.value_width) * 2
+    quantised = KvType.Q8_0 in (case.kv_format.key, case.kv_format.value)
+    on_their_way = seen * most_kv * max(facts.key_width, facts.value_width) * (4 + 2 if quantised else 2)
+    masks = KEPT_MASKS * min(rows * seen, MOST_SCORES)
+    scores = 2 * most_kv * min(MOST_SCORES, rows * seen * _most_readers(facts, parts))
+    results = rows * query * facts.value_width * 2
+    return _projected_bytes(facts, parts, rows, 2) + gathered + on_their_way + masks + scores + results
+
+
+def _projected_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int, element: int) -> int:
+    """Queries, keys and values in the compute type and as f32; turned. As if all parts shared KV heads: then joined."""
+    query, kv = sum(len(part.query) for part in parts), sum(len(part.kv) for part in parts)
     columns = query * facts.key_width + kv * (facts.key_width + facts.value_width)
     turned = (query + kv) * facts.key_width
-    gathered = seen * kv * (facts.key_width + facts.value_width) * 2
-    quantised = KvType.Q8_0 in (case.kv_format.key, case.kv_format.value)
-    on_their_way = seen * kv * max(facts.key_width, facts.value_width) * (4 + 2 if quantised else 2)
-    masks = KEPT_MASKS * min(rows * seen, MOST_SCORES)
-    scores = 2 * kv * min(MOST_SCORES, rows * seen * max(1, query // max(1, kv)))
-    results = rows * query * facts.value_width * 2
-    return rows * (columns * (2 + 4) + 2 * 4 * turned) + gathered + on_their_way + masks + scores + results
+    return rows * (columns * (min(2, len(parts)) * element + 4) + 2 * 4 * turned)
+
+
+def _most_readers(facts: LayerSpec, parts: Collection[PartCut]) -> int:
+    """Query heads that read one KV head: a whole group, or what the only part has of it."""
+    return min(facts.query_heads // max(1, facts.kv_heads), sum(len(part.query) for part in parts))
 
 
 def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int, case: WorkingCase) -> int:
@@ -246,19 +257,19 @@ def _gpu_forward_bytes(parts: Collection[PartCut], rows: int, hidden: int, case:
     return rows * ((3 * width + hidden) * case.sum_bytes + (2 * width if case.wide_sums else 0))
 
 
-def _cpu_attention_bytes(facts: LayerSpec, part: PartCut, rows: int, case: WorkingCase) -> int:
-    """One part at a time: f32 beside the compute type, keys and values as f32, scores of one KV head's group."""
-    query, kv = len(part.query), len(part.kv)
+def _cpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int, case: WorkingCase) -> int:
+    """f32 beside the compute type; one part's keys and values at a time as f32, scores of one KV head's group."""
+    query = sum(len(part.query) for part in parts)
     if not query:
         return 0
     element, seen = case.element_bytes, _seen_positions(facts, rows, case)
-    columns = query * facts.key_width + kv * (facts.key_width + facts.value_width)
-    turned = (query + kv) * facts.key_width
-    gathered = seen * kv * (4 * (facts.key_width + facts.value_width) + element * facts.value_width)
-    scores = min(MOST_SCORES, rows * seen * max(1, query // max(1, kv)))
+    most_kv = max(len(part.kv) for part in parts)
+    gathered = seen * most_kv * (4 * (facts.key_width + facts.value_width) + element * facts.value_width)
+    scores = min(MOST_SCORES, rows * seen * _most_readers(facts, parts))
     masks = KEPT_MASKS * min(rows * seen, MOST_SCORES)
-    results = rows * query * (facts.value_width * element + facts.key_width * 4)
-    return rows * (columns * (element + 4) + 2 * 4 * turned) + gathered + scores * (8 + element) + masks + results
+    # In twos: what a few KV heads' readers attended is joined, and is taken part by part then.
+    results = rows * query * (2 * facts.value_width * element + facts.key_width * 4)
+    return _projected_bytes(facts, parts, rows, element) + gathered + scores * (8 + element) + masks + results
 
 
 def _seen_positions(facts: LayerSpec, rows: int, case: WorkingCase) -> int:

@@ -1,5 +1,7 @@
 """Bundles in the arena: what is stored is read back, whatever the slots, types and layouts."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -28,12 +30,13 @@ def store(kv_type: KvType, rank: int = 0, ranks: int = 2) -> KvStore:
 
 @pytest.mark.parametrize("kv_type", list(KvType))
 @pytest.mark.parametrize("slots", [(2, 3, 4), (7, 0, 5)])
-def test_rows_come_back_in_position_order(kv_type: KvType, slots: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ends", [(1, 64, 70, 149, 150), (64, 128, 150), (128, 150)])
+def test_rows_come_back_in_position_order(kv_type: KvType, slots: tuple[int, ...], ends: tuple[int, ...]) -> None:
     kv, run = store(kv_type), SlotRun.of(slots, CPU)
     bundle, layer = (0, 0), 1
     heads = kv._regions[bundle, layer].keys.shape[1]
     keys, values = torch.randn(150, heads, 32), torch.randn(150, heads, 32)
-    for first, end in ((0, 1), (1, 64), (64, 70), (70, 149), (149, 150)):
+    for first, end in pairwise((0, *ends)):
         kv.append(bundle, layer, run, first, keys[first:end], values[first:end])
     got_keys, got_values = kv.read(bundle, layer, run, 0, 150)
     torch.testing.assert_close(got_keys, keys.transpose(0, 1), atol=TOLERANCE[kv_type], rtol=TOLERANCE[kv_type])
@@ -81,3 +84,9 @@ def test_blocks_taken_from_one_rank_and_put_on_another_are_the_same_bits() -> No
         assert torch.equal(sent_keys[64:], keys[64:])
         assert torch.equal(sent_values[64:], values[64:])
         assert (keys[:64] == 0xFF).all()
+
+
+def test_rows_beyond_a_requests_slots_are_an_error() -> None:
+    kv, run, rows = store(KvType.F32), SlotRun.of((2, 3, 4), CPU), torch.randn(128, 2, 32)
+    with pytest.raises(IndexError):
+        kv.append((0, 0), 1, run, 128, rows, rows)

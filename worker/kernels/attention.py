@@ -4,7 +4,9 @@ Three ways, one result: a single row (decode), many rows through the library's o
 through oneDNN's matrix product, which is 1.6 to 1.9 times as fast there (docs/lab_notes.md).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as functional
@@ -27,16 +29,20 @@ def attend(
     """softmax(q k^T * scale) v for the T newest of L positions: [T, Q, V].
 
     Row t stands at position L - T + t of the gathered keys and sees itself and what came before; with a window W it
-    sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`.
+    sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`. Query
+    heads are in the order of the KV heads that they read.
     """
-    group = _even_group(kv_head_of_query, key_HLK.shape[0])
-    if group == 0:
-        index = torch.tensor(kv_head_of_query, device=key_HLK.device)
-        kv_head_of_query = tuple(range(len(kv_head_of_query)))
-        key_HLK, value_HLV, group = key_HLK[index], value_HLV[index], 1
     rows = query_TQK.shape[0]
-    if rows == 1:
-        return _one_row(query_TQK, key_HLK, value_HLV, group, scale, sliding_window)
+    if rows == 1 and (margins := group_margins(kv_head_of_query)) is not None:
+        return _one_row(query_TQK, key_HLK, value_HLV, margins, scale, sliding_window)
+    if len(runs := head_runs(kv_head_of_query)) > 1:
+        how = (scale, sliding_window, dtype)
+        pieces = [
+            attend(query_TQK[:, run.query], key_HLK[run.kv], value_HLV[run.kv], run.kv_head_of_query, *how)
+            for run in runs
+        ]
+        return torch.cat(pieces, dim=1)
+    group = runs[0].group
     if rows * key_HLK.shape[1] * group > MOST_SCORES:
         return _in_two(query_TQK, key_HLK, value_HLV, kv_head_of_query, scale, sliding_window, dtype)
     if rows >= FEWEST_FAST_ROWS and has_fast_linear(query_TQK.device, dtype):
@@ -58,15 +64,19 @@ def _in_two(
 
 
 def _one_row(
-    query_1QK: Tensor, key_HLK: Tensor, value_HLV: Tensor, group: int, scale: float, sliding_window: int
+    query_1QK: Tensor, key_HLK: Tensor, value_HLV: Tensor, margins: tuple[int, int], scale: float, sliding_window: int
 ) -> Tensor:
-    heads, length, _ = key_HLK.shape
-    query_HGK = query_1QK.view(heads, group, -1).to(key_HLK.dtype)
+    """`margins`: query heads that the first and the last group lack; they are added: one product takes all groups."""
+    (heads, length, _), (before, after), own = key_HLK.shape, margins, query_1QK.shape[1]
+    if before or after:
+        query_1QK = functional.pad(query_1QK, (0, 0, before, after))
+    query_HGK = query_1QK.view(heads, (before + own + after) // heads, -1).to(key_HLK.dtype)
     scores_HGL = _scores(query_HGK, key_HLK).mul_(scale)
     if 0 < sliding_window < length:
         scores_HGL[..., : length - sliding_window] = float("-inf")
     weights_HGL = torch.softmax(scores_HGL, dim=-1).to(value_HLV.dtype)
-    return torch.bmm(weights_HGL, value_HLV).view(1, heads * group, -1)
+    attended_1QV = torch.bmm(weights_HGL, value_HLV).view(1, before + own + after, -1)
+    return attended_1QV[:, before : before + own]
 
 
 def _many_rows(
@@ -164,10 +174,34 @@ def causal_mask(rows: int, length: int, sliding_window: int, device: torch.devic
     return mask
 
 
-def _even_group(kv_head_of_query: tuple[int, ...], kv_heads: int) -> int:
-    """Query heads per KV head where they are whole groups in order, else 0."""
-    if kv_heads and len(kv_head_of_query) % kv_heads == 0:
-        group = len(kv_head_of_query) // kv_heads
-        if all(head == index // group for index, head in enumerate(kv_head_of_query)):
-            return group
-    return 0
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """Query heads, and the KV heads that these read, with as many of the former to each of the latter."""
+
+    query: slice
+    kv: slice
+    group: int  # query heads of each KV head
+
+    @property
+    def kv_head_of_query(self) -> tuple[int, ...]:
+        """Index within `kv`."""
+        return tuple(head // self.group for head in range(self.query.stop - self.query.start))
+
+
+@lru_cache(maxsize=256)
+def head_runs(kv_head_of_query: tuple[int, ...]) -> tuple[HeadRun, ...]:
+    """One run where groups are whole: a group that a part begins or ends inside is one of its own."""
+    runs, query, kv = [], 0, 0
+    for group, alike in groupby(len(list(readers)) for _, readers in groupby(kv_head_of_query)):
+        heads = len(list(alike))
+        runs.append(HeadRun(slice(query, query + heads * group), slice(kv, kv + heads), group))
+        query, kv = query + heads * group, kv + heads
+    return tuple(runs)
+
+
+@lru_cache(maxsize=256)
+def group_margins(kv_head_of_query: tuple[int, ...]) -> tuple[int, int] | None:
+    """Query heads that the first and the last group lack to be as large as all others; None: these differ too."""
+    groups = [len(list(readers)) for _, readers in groupby(kv_head_of_query)]
+    largest = max(groups)
+    return None if set(groups[1:-1]) - {largest} else (largest - groups[0], largest - groups[-1])

@@ -1,7 +1,8 @@
 """The transformer itself: one pass of some rows through some layers, in either layout.
 
 The layer layout runs all parts of a layer here; the tensor layout runs the own part and sums over the ranks, once per
-half block. Both are the same code over different parts.
+half block. Both are the same code over different parts. Matrices are multiplied part by part; heads of parts that share
+KV heads are turned and attended together, so that a pass does not feel where it is cut.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ...proto.ids import Layout
-from ...proto.model import ModelSpec
+from ...proto.model import LayerSpec, ModelSpec
 from ..kernels.attention import attend
 from ..kernels.elementwise import gated, rms_norm
 from ..kernels.first_runs import FirstRuns
 from ..kv import KvStore
 from ..requests import RequestState
 from ..weights.layer import LayerWeights, PartWeights, Weights
+from .head_places import HeadPlace, head_places
 from .rope import RopeTable, Rotation, rotate
 
 
@@ -49,6 +51,10 @@ class Decoder:
         self._ropes = RopeTable(tuple(layer.rope for layer in spec.layers), weights.rope_factors, device)
         self._device = device
         self.firsts = FirstRuns()
+        self._places = [
+            {Layout.LAYER: head_places(layer.parts), Layout.TENSOR: head_places((layer.own,))}
+            for layer in weights.layers
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -84,10 +90,12 @@ class Decoder:
         weights = self._weights.layers[layer]
         split = layout is Layout.TENSOR
         parts = (weights.own,) if split else weights.parts
+        together = self._places[layer][layout]
         epsilon = self._spec.norm_epsilon
 
         normed_TD = rms_norm(hidden_TD, weights.attention_norm, epsilon).to(self._dtype)
-        partial_TD = _sum(self._attention(normed_TD, weights, part, layer, segments, rotation) for part in parts)
+        shares = (self._attention(normed_TD, weights, parts, some, layer, segments, rotation) for some in together)
+        partial_TD = _sum(normed_TD, shares)
         attention_TD = self._all_reduce(partial_TD) if split else partial_TD
         if weights.attention_output_bias is not None:
             attention_TD = attention_TD + weights.attention_output_bias
@@ -96,62 +104,80 @@ class Decoder:
         hidden_TD = hidden_TD + attention_TD
 
         normed_TD = rms_norm(hidden_TD, weights.feed_forward_norm, epsilon).to(self._dtype)
-        partial_TD = _sum(self._feed_forward(normed_TD, part) for part in parts)
+        partial_TD = _sum(normed_TD, (self._feed_forward(normed_TD, part) for part in parts if part.feed_forward))
         forward_TD = self._all_reduce(partial_TD) if split else partial_TD
         if weights.post_feed_forward_norm is not None:
             forward_TD = rms_norm(forward_TD, weights.post_feed_forward_norm, epsilon)
         return hidden_TD + forward_TD
 
     def _attention(
-        self, normed_TD: Tensor, weights: LayerWeights, part: PartWeights, layer: int, segments: Sequence[Segment],
-        rotation: Rotation,
-    ) -> Tensor:
-        """One part's heads: project, rotate, store, attend. Returns its share of the output, f32 [T, D]."""
+        self, normed_TD: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], places: Sequence[HeadPlace],
+        layer: int, segments: Sequence[Segment], rotation: Rotation,
+    ) -> Tensor:  # fmt: skip
+        """Heads of parts that run together: project, rotate, store, attend. Their share of the output, f32 [T, D]."""
         facts, epsilon = self._spec.layers[layer], self._spec.norm_epsilon
-        projected_TC = part.qkv(normed_TD).float()
-        if part.qkv_bias is not None:
-            projected_TC = projected_TC + part.qkv_bias
-        turned = part.query_heads + part.kv_heads
+        query_heads, kv_heads = places[-1].query.stop, places[-1].kv.stop
+        turned = query_heads + kv_heads
+        projected_TC = _projected(normed_TD, parts, places, facts)
         heads_THK = projected_TC[:, : turned * facts.key_width].unflatten(1, (turned, facts.key_width))
-        value_THV = projected_TC[:, turned * facts.key_width :].unflatten(1, (part.kv_heads, facts.value_width))
+        value_THV = projected_TC[:, turned * facts.key_width :].unflatten(1, (kv_heads, facts.value_width))
         if weights.query_norm is not None and weights.key_norm is not None:
-            query_TQK = rms_norm(heads_THK[:, : part.query_heads], weights.query_norm, epsilon)
-            key_THK = rms_norm(heads_THK[:, part.query_heads :], weights.key_norm, epsilon)
+            query_TQK = rms_norm(heads_THK[:, :query_heads], weights.query_norm, epsilon)
+            key_THK = rms_norm(heads_THK[:, query_heads:], weights.key_norm, epsilon)
             heads_THK = torch.cat((query_TQK, key_THK), dim=1)
         heads_THK = rotate(heads_THK, rotation)
-        query_TQK, key_THK = heads_THK[:, : part.query_heads], heads_THK[:, part.query_heads :]
-        attended_TQV = self._attend(query_TQK, key_THK, value_THV, part, layer, segments)
-        return part.attention_output(attended_TQV.flatten(1)).float()
+        query_TQK, key_THK = heads_THK[:, :query_heads], heads_THK[:, query_heads:]
+        attended_TQV = self._attend(query_TQK, key_THK, value_THV, places, layer, segments)
+        if len(places) == 1:
+            return parts[places[0].index].attention_output(attended_TQV.flatten(1)).float()
+        outputs = (parts[one.index].attention_output(attended_TQV[:, one.query].flatten(1)) for one in places)
+        return _sum(normed_TD, outputs)
 
     def _attend(
-        self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, part: PartWeights, layer: int,
+        self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, places: Sequence[HeadPlace], layer: int,
         segments: Sequence[Segment],
     ) -> Tensor:
         """Store the rows' keys and values, then attend over each request's cache: [T, Q, V] in the compute type."""
-        facts = self._spec.layers[layer]
-        shape = (query_TQK.shape[0], part.query_heads, facts.value_width)
-        attended = torch.empty(shape, dtype=self._dtype, device=self._device)
-        if not part.query_heads:
-            return attended
-        bundle = (self._stage_of_layer[layer], part.part)
+        attended = []
         for segment in segments:
             span = slice(segment.first_row, segment.first_row + segment.rows)
-            run = segment.state.slots[bundle]
-            self._kv.append(bundle, layer, run, segment.start, key_THK[span], value_THV[span])
-            window = facts.sliding_window
-            first = max(0, segment.start + 1 - window) if window else 0
-            key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, segment.start + segment.rows)
-            attended[span] = attend(
-                query_TQK[span], key_HLK, value_HLV, part.kv_head_of_query, self._spec.attention_scale, window,
-                self._dtype,
-            )
-        return attended
+            rows = query_TQK[span], key_THK[span], value_THV[span]
+            attended.append(self._attend_request(*rows, places, layer, segment).to(self._dtype))
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_request(
+        self, query_TQK: Tensor, key_THK: Tensor, value_THV: Tensor, places: Sequence[HeadPlace], layer: int,
+        segment: Segment,
+    ) -> Tensor:
+        """One request's, [T, Q, V]. No more is gathered at once than one part's keys and values."""
+        if len(places) == 1:
+            self._store(key_THK, value_THV, places[0], layer, segment)
+            return self._attend_readers(query_TQK, places[0], layer, segment)
+        attended = []
+        for place in places:
+            self._store(key_THK[:, place.kv], value_THV[:, place.kv], place, layer, segment)
+            if place.kv_head_of_reader:
+                attended.append(self._attend_readers(query_TQK[:, place.readers], place, layer, segment))
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+    def _store(self, key_THK: Tensor, value_THV: Tensor, place: HeadPlace, layer: int, segment: Segment) -> None:
+        bundle = (self._stage_of_layer[layer], place.part)
+        self._kv.append(bundle, layer, segment.state.slots[bundle], segment.start, key_THK, value_THV)
+
+    def _attend_readers(self, query_TQK: Tensor, place: HeadPlace, layer: int, segment: Segment) -> Tensor:
+        """All that read KV heads which this part has and no part before it."""
+        bundle = (self._stage_of_layer[layer], place.part)
+        run, window = segment.state.slots[bundle], self._spec.layers[layer].sliding_window
+        first, length = max(0, segment.start + 1 - window) if window else 0, segment.start + segment.rows
+        key_HLK, value_HLV = self._kv.read(bundle, layer, run, first, length, int(place.is_first_kv_shared))
+        scale = self._spec.attention_scale
+        return attend(query_TQK, key_HLK, value_HLV, place.kv_head_of_reader, scale, window, self._dtype)
 
     def _feed_forward(self, normed_TD: Tensor, part: PartWeights) -> Tensor:
-        """One part's columns of the feed-forward block: its share of the output, f32 [T, D]."""
+        """One part's columns of the feed-forward block: its share of the output, [T, D]."""
         both_TF = part.gate_up(normed_TD)
         gate_TF, up_TF = both_TF[:, : part.feed_forward], both_TF[:, part.feed_forward :]
-        return part.down(gated(gate_TF, up_TF, self._spec.activation)).float()
+        return part.down(gated(gate_TF, up_TF, self._spec.activation))
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Final norm and this rank's rows of the output matrix: f32 logits [T, own vocab]."""
@@ -167,9 +193,41 @@ def _as_it_is(partial: Tensor) -> Tensor:
     return partial
 
 
-def _sum(partials: Iterable[Tensor]) -> Tensor:
-    """The parts' shares added in rank order: the order in which the ranks' own shares are added."""
-    first, *others = partials
-    for partial in others:
-        first = first.add_(partial)
-    return first
+def _projected(
+    normed_TD: Tensor, parts: Sequence[PartWeights], places: Sequence[HeadPlace], facts: LayerSpec
+) -> Tensor:
+    """Queries, then keys, then values of parts that run together, of each KV head once: f32 [T, C]."""
+    if len(places) == 1:
+        return _with_bias(parts[places[0].index].qkv(normed_TD).float(), parts[places[0].index].qkv_bias)
+    running = [parts[place.index] for place in places]
+    projected_TC = _joined([part.qkv(normed_TD) for part in running], places, facts).float()
+    biases = [part.qkv_bias for part in running if part.qkv_bias is not None]
+    return _with_bias(projected_TC, _joined(biases, places, facts) if biases else None)
+
+
+def _with_bias(rows_TC: Tensor, bias_C: Tensor | None) -> Tensor:
+    return rows_TC if bias_C is None else rows_TC + bias_C
+
+
+def _joined(of_parts: Sequence[Tensor], places: Sequence[HeadPlace], facts: LayerSpec) -> Tensor:
+    """Each part's queries | keys | values, along the last dimension, as those of one."""
+    queries, keys, values = [], [], []
+    key_width, value_width = facts.key_width, facts.value_width
+    for projected, place in zip(of_parts, places, strict=True):
+        query_heads, kv_heads = place.query.stop - place.query.start, place.kv.stop - place.kv.start
+        widths = query_heads * key_width, kv_heads * key_width, kv_heads * value_width
+        query, key, value = projected.split(widths, dim=-1)
+        if place.is_first_kv_shared:
+            key, value = key[..., key_width:], value[..., value_width:]
+        queries.append(query)
+        keys.append(key)
+        values.append(value)
+    return torch.cat((*queries, *keys, *values), dim=-1)
+
+
+def _sum(rows_TD: Tensor, partials: Iterable[Tensor]) -> Tensor:
+    """The parts' shares added in rank order, in which the ranks' own shares are added: f32 [T, D]; zeros of none."""
+    total: Tensor | None = None
+    for partial in partials:
+        total = partial.float() if total is None else total.add_(partial)
+    return torch.zeros_like(rows_TD, dtype=torch.float32) if total is None else total

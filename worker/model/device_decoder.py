@@ -4,8 +4,7 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -15,7 +14,7 @@ from ...proto.ids import Layout
 from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import quant_matrix, step_ops
-from ..kernels.attention import attend, attend_by_library
+from ..kernels.attention import attend, attend_by_library, head_runs
 from ..kernels.deep_attention import DeepAttention, serves
 from ..kernels.half import gain_of, result_type
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
@@ -255,8 +254,8 @@ class DeviceDecoder(Decoder):
         bundle = (self._stage_of_layer[layer], part.part)
         region, run = self._kv.region(bundle, layer), segment.state.slots[bundle]
         key_HLW, value_HLW = (self._gather(rows, run, first, length) for rows in (region.keys, region.values))
-        for queries, heads in head_runs(part):
-            how = query_TQW[:, queries], key_HLW[heads], value_HLW[heads], attended[:, queries]
+        for heads in head_runs(part.kv_head_of_query):
+            how = query_TQW[:, heads.query], key_HLW[heads.kv], value_HLW[heads.kv], attended[:, heads.query]
             self._attend_evenly(*how, segment, scale, window)
 
     def _attend_evenly(
@@ -326,18 +325,6 @@ def fits_kernels(spec: ModelSpec) -> bool:
         and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
         and spec.hidden % 32 == 0
     )
-
-
-def head_runs(part: PartWeights) -> Iterator[tuple[slice, slice]]:
-    """Runs of a part's query heads, and of the KV heads these read, with as many of the former to each of the latter.
-
-    One run where groups are whole: a group that a part begins or ends inside is one of its own.
-    """
-    query = kv = 0
-    for count, alike in groupby(part.kv_head_of_query.count(head) for head in range(part.kv_heads)):
-        heads = len(list(alike))
-        yield slice(query, query + heads * count), slice(kv, kv + heads)
-        query, kv = query + heads * count, kv + heads
 
 
 def _in_order(blocks_NHPW: Tensor, dtype: torch.dtype) -> Tensor:

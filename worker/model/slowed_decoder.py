@@ -11,6 +11,7 @@ from ...proto.model import ModelSpec
 from ..kv import KvStore
 from ..weights.layer import LayerWeights, PartWeights, Weights
 from .decoder import Decoder, Reduce, Segment
+from .head_places import HeadPlace
 from .rope import Rotation
 
 LONG_WAIT_SECONDS = 1e-3  # the last of it is spun: a sleep ends late by tens of microseconds
@@ -29,11 +30,11 @@ class SlowedDecoder(Decoder):
         self._factor = factor
 
     def _attention(
-        self, normed_TD: Tensor, weights: LayerWeights, part: PartWeights, layer: int, segments: Sequence[Segment],
-        rotation: Rotation,
+        self, normed_TD: Tensor, weights: LayerWeights, parts: Sequence[PartWeights], places: Sequence[HeadPlace],
+        layer: int, segments: Sequence[Segment], rotation: Rotation,
     ) -> Tensor:  # fmt: skip
         return self._slowly(lambda: super(SlowedDecoder, self)._attention(
-            normed_TD, weights, part, layer, segments, rotation
+            normed_TD, weights, parts, places, layer, segments, rotation
         ))  # fmt: skip
 
     def _feed_forward(self, normed_TD: Tensor, part: PartWeights) -> Tensor:

@@ -18,6 +18,7 @@ class PartWeights:
     part: int
     query_heads: int
     kv_heads: int
+    first_kv_head: int  # of the layer's
     kv_head_of_query: tuple[int, ...]  # index within the part's KV heads, one a query head
     feed_forward: int
     qkv: AnyMatrix  # rows: the part's query heads, key heads, value heads

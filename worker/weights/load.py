@@ -112,6 +112,7 @@ class WeightLoader:
             part=part,
             query_heads=len(cut.query),
             kv_heads=len(cut.kv),
+            first_kv_head=cut.kv.first,
             kv_head_of_query=tuple(head // group - cut.kv.first for head in cut.query),
             feed_forward=len(cut.feed_forward),
             qkv=ABSENT,

@@ -197,6 +197,6 @@ def test_no_layers_groups_are_cut_where_layers_differ_in_kv_heads() -> None:
 
 def test_parts_that_cut_a_kv_group_must_make_steps_clearly_quicker() -> None:
     looks = [Look((0.5, 0.5), (1.0, 2.0)), Look((0.79, 0.21), (1.5, 1.5))]
-    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.54))) == (0.67, 0.33)
-    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.55))) == (0.79, 0.21)
+    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.52))) == (0.67, 0.33)
+    assert choose_parts(looks, Look((0.67, 0.33), (1.4, 1.54))) == (0.79, 0.21)
     assert choose_parts(looks, None) == (0.79, 0.21)
