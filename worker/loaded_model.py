@@ -173,9 +173,12 @@ class LoadedModel:
         moves = self.shifter.start_moves(tick.moves)
         posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
-        posting = posted - started if tick.moves else 0.0
-        output.between_seconds = time.monotonic() - self.tick_ended - posting
+        begun = time.monotonic()
         self._run_chunks(tick, moves, output)
+        if tick.tensor_chunk is None and not any(tick.chunk_of_stage):
+            begun = time.monotonic()
+        posting = posted - started if tick.moves else 0.0
+        output.between_seconds = begun - self.tick_ended - posting
         for batch in tick.decode:
             if batch.layout is Layout.LAYER:
                 self.moving.check_stage()
