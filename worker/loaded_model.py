@@ -73,7 +73,7 @@ class LoadedModel:
     costs: CostMeter
     firsts_told: int = 0
     free_since: float = 0.0  # monotonic clock: when the last steps that ran by themselves had ended
-    tick_ended: float = field(default_factory=time.monotonic)  # the last one
+    tick_ended: float = field(default_factory=time.monotonic)  # the last one's work
 
     def prepare_next(self) -> bool:
         """Do ahead a little of what later chunks would take at their first time, a few ms; whether more may be left.
@@ -161,7 +161,7 @@ class LoadedModel:
         output = TickOutput(spans=[] if under_way.tick.spans else None)
         output.between_seconds = max(0.0, under_way.steps.started - self.tick_ended)
         self.engine.finish_steps(under_way.steps, output, self.free_since)
-        self.free_since = time.monotonic()
+        self.free_since = self.tick_ended = time.monotonic()
         return self._report(under_way.tick, output)
 
     def _run_tick(self, tick: RunTick) -> TickFinished:
@@ -170,21 +170,24 @@ class LoadedModel:
             self.moving.check(layout)
         output = TickOutput(spans=[] if tick.spans else None)
         started = time.monotonic()
-        output.between_seconds = started - self.tick_ended
         moves = self.shifter.start_moves(tick.moves)
         posted = time.monotonic()
         self.engine.post_receive(tick.chunk_of_stage)
+        begun = time.monotonic()
         self._run_chunks(tick, moves, output)
+        if tick.tensor_chunk is None and not any(tick.chunk_of_stage):
+            begun = time.monotonic()
+        posting = posted - started if tick.moves else 0.0
+        output.between_seconds = begun - self.tick_ended - posting
         for batch in tick.decode:
             if batch.layout is Layout.LAYER:
                 self.moving.check_stage()
             self.engine.decode(batch, output)
         computed = time.monotonic()
         moves.finish()
-        if tick.moves:
-            output.moving_seconds = posted - started
-            if not tick.late_moves:  # those are waited for, and it is the shift that they are a part of
-                output.moving_seconds += time.monotonic() - computed
+        self.tick_ended = time.monotonic()
+        if tick.moves:  # late ones are waited for, and it is the shift that they are a part of
+            output.moving_seconds = posting + (0.0 if tick.late_moves else self.tick_ended - computed)
         _note_moves((*tick.moves, *tick.late_moves), output, moves.started or started, posted, computed)
         self._free(tick)
         return self._report(tick, output)
@@ -196,7 +199,6 @@ class LoadedModel:
                 self.sampler.close(request)
 
     def _report(self, tick: RunTick, output: TickOutput) -> TickFinished:
-        self.tick_ended = time.monotonic()
         firsts, self.firsts_told = self.decoder.firsts.count - self.firsts_told, self.decoder.firsts.count
         return TickFinished(
             self.rank, tick.sequence, output.busy_seconds, output.waiting_seconds, output.decode_seconds,
