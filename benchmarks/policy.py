@@ -165,7 +165,7 @@ def main() -> None:
             record: dict[str, Any] = {
                 "benchmark": "policy", "model": opened.spec.name, "workers": ranks, "seed": options.seed,
                 "blocks": options.blocks, "rounds": options.rounds, "seconds": options.seconds,
-                "warm_up": f"{options.quiet:g} quiet seconds; {options.short_warm_ups} short runs and one of each pair, "
+                "warm_up": f"{options.quiet:g} quiet seconds; {options.short_warm_ups} short runs and one of each pair "
                 f"for each of {len(sizes)} sizes",
                 "link_options": {"no_peer": settings.link_options.no_peer, "throttle_link": options.throttle_link},
                 **machine_facts([hello.device for hello in session.cluster.hellos]),

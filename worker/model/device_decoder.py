@@ -4,7 +4,7 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -290,12 +290,13 @@ class DeviceDecoder(Decoder):
             return False
         met, keys = False, past or rows
         both = torch.zeros((keys, part.kv_heads, width), dtype=self._dtype, device=self._device).transpose(0, 1)
-        for queries, kv in head_runs(part):
+        for run in head_runs(part.kv_head_of_query):
             if past:  # filled up: in one piece
-                query = both.new_zeros((rows, queries.stop - queries.start, width))
+                query = both.new_zeros((rows, len(run.kv_head_of_query), width))
             else:
-                query = both.new_zeros((rows, heads, width))[:, queries]
-            met |= self._deep.prepare(query, both[kv], both[kv], not past, self._spec.attention_scale)
+                query = both.new_zeros((rows, heads, width))[:, run.query]
+            kv = both[run.kv]
+            met |= self._deep.prepare(query, kv, kv, not past, self._spec.attention_scale)
         return met
 
     def _all_feed_forward(self, normed_TD: Tensor, parts: Sequence[PartWeights]) -> Tensor:
