@@ -32,7 +32,9 @@ def naive_attention(
 
 @pytest.mark.parametrize("window", [0, 1, 4, 9])
 @pytest.mark.parametrize("rows", [1, 2, 7, 40])
-@pytest.mark.parametrize("kv_head", [(0, 0, 1, 1), (0, 1, 1, 1), (0,), (0, 0, 0), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "kv_head", [(0, 0, 1, 1), (0, 1, 1, 1), (0,), (0, 0, 0), (0, 1, 2), (0, 1, 1, 1, 2, 2), (0, 1, 1, 2, 3, 3)]
+)
 def test_attention_equals_its_definition(rows: int, window: int, kv_head: tuple[int, ...]) -> None:
     length = rows + 11
     query = torch.randn(rows, len(kv_head), 16)
