@@ -53,7 +53,8 @@ class NcclUse:
 
 
 USUAL = NcclUse(sums=16, edges=4, moves=8)
-SMALL_BUFFERS = replace(USUAL, buffer_bytes=MEBIBYTE, ll128_buffer_bytes=4_915_200 // 4)  # not measured
+# On two H200 144 to 168 MiB less by themselves, and some times quicker, some slower (docs/lab_notes.md); no whole run.
+SMALL_BUFFERS = replace(USUAL, buffer_bytes=MEBIBYTE, ll128_buffer_bytes=4_915_200 // 4)
 FEW_CHANNELS = NcclUse(sums=8, edges=2, moves=4)  # not measured
 
 NCCL_USE = USUAL
