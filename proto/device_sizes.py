@@ -14,7 +14,21 @@ MOST_SCORES = 1 << 24  # of attention at a time, one KV head's group: 64 MiB in 
 KEPT_MASKS = 4  # of attention, for the layers to come
 EXPANDED_BYTES = 128 << 20  # most of the workspace that matrices are expanded into
 SHORT_CHUNK_ROWS = 512  # so few are multiplied as fast by twice as many pieces of half the size
+SMALL_CHUNK_BUCKETS = (64, 128)
+CHUNK_BUCKET_ROWS = 256
 EXACT_BYTES = 16 << 20  # of blocks that are multiplied by exact activations, expanded at once to f32
+
+
+def chunk_bucket(rows: int) -> int:
+    """Rows that a chunk of a prompt is filled up to on a GPU, so that few sizes are captured (model/chunk_pass.py)."""
+    small = next((size for size in SMALL_CHUNK_BUCKETS if rows <= size), None)
+    return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
+
+
+def bucket_sizes(rows: int) -> list[int]:
+    """These sizes, for chunks of up to so many rows."""
+    large = range(CHUNK_BUCKET_ROWS, chunk_bucket(rows) + 1, CHUNK_BUCKET_ROWS)
+    return [*(size for size in SMALL_CHUNK_BUCKETS if size < rows or size == chunk_bucket(rows)), *large]
 
 
 def expanded_bytes(chunk_rows: int) -> int:

@@ -15,7 +15,8 @@ from ...proto.placement.bundles import slot_bytes
 from ...proto.placement.device_slack import slack_bytes
 from ...proto.placement.memory import Holding, held_bytes
 from ...proto.placement.plan import Placement
-from ...proto.placement.working import USUAL_BATCH, Working, WorkingCase, working
+from ...proto.placement.working import USUAL_BATCH, Working, working
+from ...proto.placement.working_case import WorkingCase
 from ..policy.policy import Journey
 from ..schedule.slots import slots_needed, zero_bundles
 

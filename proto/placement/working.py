@@ -5,46 +5,32 @@ depends on how slots happen to lie. T rows of a chunk, L cached positions, D hid
 """
 
 from collections.abc import Collection, Iterator
-from typing import TypeAlias
 
 from msgspec import Struct
 
 from ..device_sizes import (
-    BEST_BLOCK,
-    DRAW_KEYS,
     EXACT_BYTES,
-    FLAG_WORDS,
     KEPT_MASKS,
     MOST_ROWS,
     MOST_SCORES,
-    MOST_STEPS,
-    SPAN,
-    SPLITS,
-    STEP_BATCHES,
-    draw_group,
+    bucket_sizes,
+    chunk_bucket,
     expanded_bytes,
-    splits_for,
 )
 from ..ids import KvType, Layout
-from ..kv import BLOCK_TOKENS, KvFormat, block_count, most_moved_blocks
+from ..kv import BLOCK_TOKENS, block_count, most_moved_blocks
 from ..model import LayerSpec, ModelSpec
 from .bundles import bundle_bytes
 from .device_rows import BLOCKS
-from .memory import Holding
 from .plan import PartCut, Placement
 from .slices import layer_slice
-
-Journey: TypeAlias = tuple[Layout, Layout]  # (prefill, decode)
+from .step_buffers import inbox_bytes, layer_step_bytes, step_bytes
+from .working_case import WorkingCase
 
 MEBIBYTE = 1 << 20
 FUSED_WIDTHS = (32, 64, 128, 256)  # of heads, for the kernels between the products
 USUAL_BATCH = 8  # requests that decode together, at most: steps of more are captured when they come
-LAUNCHES_A_PART = 9  # of a layer in a step
-SMALL_CHUNK_BUCKETS = (64, 128)
-CHUNK_BUCKET_ROWS = 256
 CHUNK_GRAPH_BYTES = 128 << 10  # a layer's graphs of one bucket: what the driver keeps for a dozen launches
-GRAPH_BYTES = 16 * MEBIBYTE  # captured steps of a batch size: their nodes' arguments and what their launches keep
-LAUNCH_BYTES = 11 << 10  # one launch of a graph (as CHUNK_GRAPH_BYTES counts them)
 # The code of the libraries for products and attention, 75 MiB on an H200, and the first one's workspace, 32 there.
 LIBRARY_BYTES = 107 * MEBIBYTE
 FRAGMENTS_BYTES = 32 * MEBIBYTE  # freed blocks of the caching allocator that nothing fits into
@@ -57,37 +43,6 @@ class Working(Struct, frozen=True):
     prefill: int
     shift: int  # a streamed shift goes on beside the prefill
     decode: int
-
-
-class WorkingCase(Struct, frozen=True):
-    """How a model is to be run."""
-
-    holding: Holding
-    kv_format: KvFormat
-    journeys: tuple[Journey, ...]
-    context_tokens: int
-    max_chunk_tokens: int
-    batch: int = 1  # requests in one decode step
-    wide_sums: bool = False  # on a GPU in f16: sums of products are f32 (worker/kernels/half.py)
-    exact_activations: bool = False  # on a GPU: those of decode steps are f32, not int8
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of a chunk's sums of products on a GPU."""
-        return 4 if self.wide_sums else 2
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.holding is Holding.PLANES
-
-    @property
-    def chunk_rows(self) -> int:
-        return min(self.max_chunk_tokens, self.context_tokens)
-
-    @property
-    def element_bytes(self) -> int:
-        """Of activations in the compute type."""
-        return 4 if self.holding is Holding.F32 else 2
 
 
 def working(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> Working:
@@ -159,23 +114,6 @@ def _gpu_chunk_bytes(
     return 2 * 4 * rows * spec.hidden + attention
 
 
-def chunk_bucket(rows: int) -> int:
-    """Rows that a chunk of a prompt is filled up to on a GPU, so that few sizes are captured (model/chunk_pass.py)."""
-    small = next((size for size in SMALL_CHUNK_BUCKETS if rows <= size), None)
-    return small or -(-rows // CHUNK_BUCKET_ROWS) * CHUNK_BUCKET_ROWS
-
-
-def bucket_sizes(rows: int) -> list[int]:
-    """These sizes, for chunks of up to so many rows."""
-    large = range(CHUNK_BUCKET_ROWS, chunk_bucket(rows) + 1, CHUNK_BUCKET_ROWS)
-    return [*(size for size in SMALL_CHUNK_BUCKETS if size < rows or size == chunk_bucket(rows)), *large]
-
-
-def chunk_buckets(rows: int) -> int:
-    """How many of these sizes chunks of up to so many rows have, at most."""
-    return -(-rows // CHUNK_BUCKET_ROWS) + len(SMALL_CHUNK_BUCKETS)
-
-
 def chunk_scratch_columns(spec: ModelSpec, placement: Placement, rank: int) -> int:
     """16-bit columns of a chunk's scratch: queries, attention's results and projections, or gates and what they let by.
 
@@ -196,7 +134,7 @@ def _chunk_buffer_bytes(spec: ModelSpec, placement: Placement, rank: int, case: 
     rows = chunk_bucket(case.chunk_rows)
     tables = (2 * placement.ranks - 1) * (block_count(case.context_tokens) + 1) * 8
     angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers) * 4
-    buckets = chunk_buckets(rows)
+    buckets = len(bucket_sizes(rows))
     graphs = buckets * len(spec.layers) * CHUNK_GRAPH_BYTES
     columns = chunk_scratch_columns(spec, placement, rank)
     hidden = spec.hidden * (4 + 2 + case.sum_bytes)  # the rows, their norms, a share of their sums
@@ -309,13 +247,13 @@ def _standing_bytes(
             if _fused(spec):
                 total += _chunk_buffer_bytes(spec, placement, rank, case)
         if Layout.TENSOR in writes or placement.ranks == 1:
-            total += _step_bytes(spec, placement, rank, case)
+            total += step_bytes(spec, placement, rank, case)
         if case.exact_activations and any(tensor.type_name in BLOCKS for tensor in spec.tensors.values()):
             total += (len(writes) + 1) * EXACT_BYTES  # in the graphs of each layout, and where pieces run first
         if placement.ranks > 1:
-            total += _inbox_bytes(spec, placement)
+            total += inbox_bytes(spec, placement)
             if Layout.LAYER in writes and _fused(spec):
-                total += _layer_step_bytes(spec, placement, rank, case)
+                total += layer_step_bytes(spec, placement, rank, case)
     return total
 
 
@@ -338,86 +276,3 @@ def _largest_values(spec: ModelSpec, placement: Placement, rank: int, layout: La
                 cuts = [layer_slice(spec, placement, layer, name, part) for part in numbers]
                 largest = max(largest, spec.hidden * sum(len(cut.held) for cut in cuts))
     return largest
-
-
-def _step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
-    """Static buffers and graphs of decode steps under tensor parallelism."""
-    parts = [cut.parts[rank] for cut in placement.layers]
-    facts = spec.layers
-    query = max(len(part.query) * layer.key_width for part, layer in zip(parts, facts, strict=True))
-    projected = max(
-        len(part.query) * layer.key_width + len(part.kv) * (layer.key_width + layer.value_width)
-        for part, layer in zip(parts, facts, strict=True)
-    )
-    forward = max(len(part.feed_forward) for part in parts)
-    heads = max(len(part.query) for part in parts)
-    splits = heads * 2 * SPLITS * (max(layer.value_width for layer in facts) + 2) * 4
-    table = placement.ranks * (block_count(case.context_tokens) + 1) * 8
-    floats = 2 * spec.hidden + projected + 2 * forward + len(placement.vocab[rank])
-    row = 4 * floats + 2 * query + splits + table + 2 * MOST_STEPS * 4 + _draw_bytes(placement, rank)
-    sizes = _captured_batches(case)
-    held = max(_held_columns(spec, placement, layer, rank) for layer in range(len(facts)))
-    quantised = sum(_activation_bytes(case, size, width) for size in sizes for width in (spec.hidden, held, forward))
-    counts = case.batch * 4 * len(placement.vocab[rank])  # of ids that penalties are for
-    return sum(sizes) * row + quantised + len(sizes) * GRAPH_BYTES + counts
-
-
-def _layer_step_bytes(spec: ModelSpec, placement: Placement, rank: int, case: WorkingCase) -> int:
-    """The same of decode steps through the stages: buffers of all parts, which run side by side."""
-    sizes, stage = _captured_batches(case), placement.stages[rank]
-    splits = splits_for(case.context_tokens)
-    table = block_count(case.context_tokens) + 1
-    angles = len({layer.rope for layer in spec.layers}) * max(layer.rope.dimensions for layer in spec.layers)
-    row = 4 * (spec.hidden + len(placement.vocab[rank]) + angles) + 2 * MOST_STEPS * 4
-    row += _draw_bytes(placement, rank)
-    quantised, launches = [spec.hidden], len(stage) * (2 + LAUNCHES_A_PART * placement.ranks)
-    for part in range(placement.ranks if len(stage) else 0):
-        facts = [(placement.layers[layer].parts[part], spec.layers[layer]) for layer in stage]
-        query = max(len(cut.query) * layer.key_width for cut, layer in facts)
-        columns = max(
-            len(cut.query) * layer.key_width + len(cut.kv) * (layer.key_width + layer.value_width)
-            for cut, layer in facts
-        )
-        forward = max(len(cut.feed_forward) for cut, _ in facts)
-        shapes = {(len(cut.query), layer.value_width) for cut, layer in facts}
-        row += 4 * (spec.hidden + columns + 2 * forward) + 2 * query + table * 8
-        row += sum(heads * splits * (width + 2) * 4 for heads, width in shapes)
-        quantised += [max(_held_columns(spec, placement, layer, part) for layer in stage), forward]
-    activations = sum(_activation_bytes(case, size, width) for size in sizes for width in quantised)
-    return sum(sizes) * row + activations + len(sizes) * launches * LAUNCH_BYTES
-
-
-def _held_columns(spec: ModelSpec, placement: Placement, layer: int, part: int) -> int:
-    """Of attention's results: the part's, and those beside it that its quant blocks of the last matrix cover."""
-    if spec.layer_tensor(layer, "attn_output.weight") is None:
-        return len(placement.layers[layer].parts[part].query) * spec.layers[layer].value_width
-    return len(layer_slice(spec, placement, layer, "attn_output.weight", part).held)
-
-
-def _draw_bytes(placement: Placement, rank: int) -> int:
-    """A row's room for sampled choices."""
-    vocab = len(placement.vocab[rank])
-    group = draw_group(vocab)
-    groups = -(-vocab // BEST_BLOCK) * (BEST_BLOCK // group)
-    keys = groups + DRAW_KEYS * (group + 2 * placement.ranks + 2)
-    return 8 * (keys + 4 + MOST_STEPS + 1) + 4 * (vocab + 3)
-
-
-def _activation_bytes(case: WorkingCase, rows: int, columns: int) -> int:
-    """In int8. One row: with scales and sums a 32 and 16 columns; more: always 16, by 256 columns."""
-    if case.exact_activations:
-        return 4 * rows * columns
-    if rows == 1:
-        return columns * 3 // 2
-    return -(-columns // SPAN) * (MOST_ROWS * (SPAN + 4 + 2 * SPAN // 16))
-
-
-def _captured_batches(case: WorkingCase) -> list[int]:
-    """Batch sizes that steps are captured for."""
-    return [size for index, size in enumerate(STEP_BATCHES) if index == 0 or STEP_BATCHES[index - 1] < case.batch]
-
-
-def _inbox_bytes(spec: ModelSpec, placement: Placement) -> int:
-    """What other ranks write their sums and choices into."""
-    words = 2 * 2 * spec.hidden + 2 * 4 + FLAG_WORDS + 2 * 4 * DRAW_KEYS
-    return 4 * placement.ranks * MOST_ROWS * words

@@ -3,12 +3,13 @@
 import pytest
 from msgspec.structs import replace
 
-from gearshift.proto.device_sizes import EXACT_BYTES, EXPANDED_BYTES, expanded_bytes
+from gearshift.proto.device_sizes import EXACT_BYTES, EXPANDED_BYTES, chunk_bucket, expanded_bytes
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
-from gearshift.proto.placement.working import Working, WorkingCase, chunk_bucket, working
+from gearshift.proto.placement.working import Working, working
+from gearshift.proto.placement.working_case import WorkingCase
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 
 SPEC = model_spec([layer_spec(16, 4, 2048, key_width=64)] * 4, hidden=1024, vocab=1000, types="Q8_0")

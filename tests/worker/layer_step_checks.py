@@ -18,10 +18,10 @@ from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
 from gearshift.proto.ids import KvType, Layout
 from gearshift.proto.kv import KvFormat
-from gearshift.proto.placement import working
+from gearshift.proto.placement import step_buffers
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import Holding
-from gearshift.proto.placement.working import WorkingCase
+from gearshift.proto.placement.working_case import WorkingCase
 from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_steps import CPU, CUT, POSITIONS, SHAPE, Found, run_checks
 from gearshift.tests.helpers.kernel_checks import HALF, relative_error, worst
@@ -100,9 +100,9 @@ def check_stages(
     yield f"{name}: a request alone", relative_error(alone, found[0][:1]), 1e-5 if exact else 3e-2
     case = WorkingCase(Holding.PLANES, KvFormat(kv_type, kv_type), ((Layout.LAYER, Layout.LAYER),), CONTEXT, CONTEXT)
     case = replace(case, exact_activations=exact)
-    working.LAUNCH_BYTES = 0
+    step_buffers.LAUNCH_BYTES = 0
     for stage in stages:
-        planned = working._layer_step_bytes(spec, placement, stage.rank, case)
+        planned = step_buffers.layer_step_bytes(spec, placement, stage.rank, case)
         yield f"{name}: bytes planned of {stage.rank}", abs(planned / bytes_of(stage.steps._bucket(1)) - 1), 0.02
     others = stepped(stages, [5, 1, 2], [70, 100, 64])
     yield f"{name}: a request among others", float(not torch.equal(others[0], found[0][0])), 0.5

@@ -7,7 +7,7 @@ lie position after position, so that strides say nothing of the length. Pure.
 
 from collections.abc import Iterator
 
-from ...proto.placement.working import chunk_bucket
+from ...proto.device_sizes import chunk_bucket
 
 FEWEST_CACHED = 512  # tokens of a run; below, one product does as well
 FEWEST_ROWS = 128

@@ -13,10 +13,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from ...proto.device_sizes import bucket_sizes, chunk_bucket
 from ...proto.ids import Layout
 from ...proto.model import RopeSpec
 from ...proto.placement.plan import Placement
-from ...proto.placement.working import bucket_sizes, chunk_bucket, chunk_buckets, chunk_scratch_columns
+from ...proto.placement.working import chunk_scratch_columns
 from ..kernels import quant_matrix, step_ops
 from ..kernels.attention_shapes import usual_shapes
 from ..kernels.half import result_type
@@ -84,7 +85,7 @@ class ChunkPass:
         self._most_rows = chunk_bucket(most_rows)
         self._context_tokens, self._blocks = context_tokens, table_blocks(context_tokens)
         self._buffers: Buffers | None = None
-        most = PIECES * len(decoder.spec.layers) * chunk_buckets(most_rows)
+        most = PIECES * len(decoder.spec.layers) * len(bucket_sizes(most_rows))
         place = place_on(decoder.device, decoder.firsts, keeps_cache=True)
         self._graphs: Graphs[GraphKey] = Graphs(place, most, _named)
 
