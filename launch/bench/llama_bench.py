@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -26,7 +27,8 @@ ALL_LAYERS = "99"  # on the devices
 class PeerRow:
     """One split mode. Seconds of prompt and answer together; `error` says why there are none.
 
-    `answer_tokens_per_second` is the answer behind the prompt: the time of both less that of the prompt alone.
+    `answer_tokens_per_second` is the answer behind the prompt: the time of both less that of the prompt alone; None
+    where the machine was so busy that this was no longer than that. Times are middle ones of all runs.
     """
 
     split_mode: str
@@ -34,7 +36,7 @@ class PeerRow:
     low_seconds: float = 0.0
     high_seconds: float = 0.0
     prompt_tokens_per_second: float = 0.0
-    answer_tokens_per_second: float = 0.0
+    answer_tokens_per_second: float | None = None
     build: str = ""
     error: str = ""
 
@@ -104,18 +106,15 @@ def read_row(split_mode: str, text: str, prompt: int, answer: int) -> PeerRow:
     if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
         raise ValueError("no list of tests")
     alone, both = _test(tests, prompt, 0), _test(tests, prompt, answer)
-    prompt_seconds, wall = _seconds(alone, "avg_ns"), _seconds(both, "avg_ns")
-    told = both.get("samples_ns", [])
-    if not isinstance(told, list):
-        raise ValueError(f"samples_ns is {str(told)[:40]!r}")
-    samples = [_checked_seconds("samples_ns", value) for value in told] or [wall]
+    samples = _samples(both)
+    prompt_seconds, wall = median(_samples(alone)), median(samples)
     return PeerRow(
         split_mode=split_mode,
         wall_seconds=wall,
         low_seconds=min(samples),
         high_seconds=max(samples),
         prompt_tokens_per_second=prompt / prompt_seconds,
-        answer_tokens_per_second=answer / (wall - prompt_seconds) if wall > prompt_seconds else 0.0,
+        answer_tokens_per_second=answer / (wall - prompt_seconds) if wall > prompt_seconds else None,
         build=_printable(f"{both.get('build_commit', '')} ({both.get('build_number', '')})"),
     )
 
@@ -127,8 +126,13 @@ def _test(tests: Sequence[dict[str, Any]], prompt: int, answer: int) -> dict[str
     raise ValueError(f"no test of {prompt} prompt and {answer} answer tokens")
 
 
-def _seconds(test: dict[str, Any], key: str) -> float:
-    return _checked_seconds(key, test.get(key))
+def _samples(test: dict[str, Any]) -> list[float]:
+    """Seconds of each run, or their mean where it tells no more."""
+    mean = _checked_seconds("avg_ns", test.get("avg_ns"))
+    told = test.get("samples_ns", [])
+    if not isinstance(told, list):
+        raise ValueError(f"samples_ns is {str(told)[:40]!r}")
+    return [_checked_seconds("samples_ns", value) for value in told] or [mean]
 
 
 def _checked_seconds(key: str, nanoseconds: object) -> float:

@@ -131,7 +131,8 @@ def _peer_row(peer: PeerRow) -> list[str]:
     if peer.error:
         return [name, "failed", "", "", "", "", "", peer.error]
     wall = f"{peer.wall_seconds:.3f}", f"{peer.low_seconds:.3f} - {peer.high_seconds:.3f}"
-    rates = f"{peer.prompt_tokens_per_second:,.0f}", f"{peer.answer_tokens_per_second:,.1f}"
+    answer = peer.answer_tokens_per_second
+    rates = f"{peer.prompt_tokens_per_second:,.0f}", "-" if answer is None else f"{answer:,.1f}"
     return [name, *wall, *rates, "-", "-", f"build {peer.build}"]
 
 
@@ -222,8 +223,9 @@ def bench_csv(bench: Bench) -> str:
         ])  # fmt: skip
     for row in bench.peer:
         if not row.error:
+            answer = row.answer_tokens_per_second
             writer.writerow([
                 "llama-bench", row.split_mode, "", "", "", "", f"{row.wall_seconds:.6f}",
-                f"{row.prompt_tokens_per_second:.3f}", f"{row.answer_tokens_per_second:.3f}", "", "", "", "", "",
+                f"{row.prompt_tokens_per_second:.3f}", "" if answer is None else f"{answer:.3f}", "", "", "", "", "",
             ])  # fmt: skip
     return text.getvalue()

@@ -26,7 +26,8 @@ with open({log!r}, "a") as log:
 build = {{"build_commit": "abc123", "build_number": 7}}
 slower = 2 if mode == "layer" else 1
 print(json.dumps([
-    {{**build, "n_prompt": prompt, "n_gen": 0, "avg_ns": slower * 1_000_000_000, "samples_ns": [1]}},
+    {{**build, "n_prompt": prompt, "n_gen": 0, "avg_ns": slower * 1_500_000_000,
+      "samples_ns": [slower * 1_000_000_000, slower * 900_000_000, slower * 2_600_000_000]}},
     {{**build, "n_prompt": prompt, "n_gen": answer, "avg_ns": slower * 3_000_000_000,
       "samples_ns": [slower * 2_900_000_000, slower * 3_100_000_000]}},
 ]))

@@ -85,6 +85,12 @@ def test_what_is_no_program_or_none_of_the_kind_is_refused(tmp_path: Path) -> No
         find_peer(str(fake_llama_bench.write(tmp_path, help_text="usage: something else")))
 
 
+def test_an_answer_that_took_no_time_beside_a_busy_prompt_has_no_rate() -> None:
+    tests = [TEST | {"n_gen": 0, "samples_ns": [900_000_000, 4_000_000_000]}, TEST | {"samples_ns": [1_300_000_000]}]
+    row = read_row("row", json.dumps(tests), 4, 2)
+    assert (row.wall_seconds, row.answer_tokens_per_second) == (1.3, None)
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
