@@ -29,7 +29,7 @@ def pair_parts(runs: Sequence[TimedRun]) -> dict[str, dict[str, Any]]:
             "measured": _medians([_measured(run) for run in mine]),
             "least_prompt": min(run.result.prefill.work_seconds for run in mine),
             "waited": statistics.median(stage.waiting_seconds for stage in map(_busiest, mine)),
-            "beside": statistics.median(stage.beside_seconds for stage in map(_busiest, mine)),
+            "beside": statistics.median(stage.overhead_seconds for stage in map(_busiest, mine)),
             "chunks": list(mine[-1].result.prefill.chunks),
             "runs": len(mine),
         }

@@ -396,5 +396,5 @@ class Driver:
         if self._trace is not None:
             for event in events:
                 self._trace.heard(event, now)
-        self._known_costs.request_ended(self._lone.time_beside(events, now))
+        self._known_costs.request_ended(self._lone.overhead(events, now))
         self._stories.note(events, now)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..proto.generation_result import FinishReason
 from ..proto.ids import RequestId
-from .costs.beside_refinement import TimeBeside
+from .costs.overhead_refinement import RequestOverhead
 from .generation import RequestPlan, TokenEvent
 from .results import work_seconds
 from .schedule.events import Ended, SchedulerEvent
@@ -39,7 +39,7 @@ class LoneRequest:
         """Its group is lost."""
         self._lone = None
 
-    def time_beside(self, events: Sequence[SchedulerEvent], now: float) -> TimeBeside | None:
+    def overhead(self, events: Sequence[SchedulerEvent], now: float) -> RequestOverhead | None:
         """Of one that has ended by now as long as was asked; the events happened now.
 
         What it takes to the first token and to the last alike is looked at at its end: the ranks write on before it is
@@ -52,11 +52,11 @@ class LoneRequest:
                 self._lone.last_token_at = now
             elif isinstance(event, Ended) and event.session.plan.request_id == self._lone.request:
                 lone, self._lone = self._lone, None
-                return _time_beside(event.session, lone)
+                return _overhead_of(event.session, lone)
         return None
 
 
-def _time_beside(session: Session, lone: _Lone) -> TimeBeside | None:
+def _overhead_of(session: Session, lone: _Lone) -> RequestOverhead | None:
     if lone.last_token_at is None or session.finish_reason is not FinishReason.LENGTH:
         return None
     shifted = session.layout is not session.plan.prefill
@@ -64,4 +64,4 @@ def _time_beside(session: Session, lone: _Lone) -> TimeBeside | None:
         return None  # its shift was not made
     own = work_seconds(session) + min(session.step_seconds)
     own += max((report.exposed_seconds for report in session.shift_reports), default=0.0)
-    return TimeBeside(max(0.0, lone.last_token_at - lone.submitted_at - own), shifted)
+    return RequestOverhead(max(0.0, lone.last_token_at - lone.submitted_at - own), shifted)

@@ -23,7 +23,7 @@ class StageTimes(Struct, frozen=True):
     rank: Rank
     busy_seconds: float
     waiting_seconds: float
-    beside_seconds: float = 0.0  # between its chunks, and with moves
+    overhead_seconds: float = 0.0  # between its chunks, and with moves
 
 
 class PrefillResult(Struct, frozen=True):

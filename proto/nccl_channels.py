@@ -21,7 +21,8 @@ SENT_BYTES = PIECE_BYTES
 COMMUNICATOR_BYTES = 6 * MEBIBYTE
 LL_BUFFER_BYTES = 512 << 10
 # Once a process: NCCL's code, and what its kernels' threads keep for themselves, up to 1,968 bytes where the driver
-# gives each of them 1,024 from the start (cuobjdump). Measured on an H200; less on a card of fewer multiprocessors.
+# gives each of them 1,024 from the start (cuobjdump). Workers give those back (worker/memory.py): context and NCCL
+# together take what they took. Measured on an H200; less on a card of fewer multiprocessors.
 KERNEL_BYTES = 426 * MEBIBYTE
 
 
@@ -55,7 +56,6 @@ class NcclUse:
 USUAL = NcclUse(sums=16, edges=4, moves=8)
 # On two H200 144 to 168 MiB less by themselves, and some times quicker, some slower (docs/lab_notes.md); no whole run.
 SMALL_BUFFERS = replace(USUAL, buffer_bytes=MEBIBYTE, ll128_buffer_bytes=4_915_200 // 4)
-FEW_CHANNELS = NcclUse(sums=8, edges=2, moves=4)  # not measured
 
 NCCL_USE = USUAL
 """Of all workers."""

@@ -88,7 +88,7 @@ class ShiftCost:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideCost:
+class OverheadCost:
     """Seconds beside chunks, steps and shifts: messages, the policy, the first token's choice."""
 
     request_seconds: float = 0.0  # once a request
@@ -135,7 +135,7 @@ class Costs:
     host_link: LinkCost | None = None  # from host memory to a device, the slowest
     layer_seconds: LayerSeconds | None = None
     all_reduces: tuple[tuple[int, float], ...] = ()  # ascending (bytes, seconds), all ranks together
-    beside: BesideCost = BesideCost()
+    overhead: OverheadCost = OverheadCost()
 
     def shift(self, to: Layout) -> ShiftCost:
         return self.to_tensor if to is Layout.TENSOR else self.to_layer

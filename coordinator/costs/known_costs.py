@@ -2,8 +2,8 @@
 
 from ...proto.commands import RunTick
 from ...proto.reports import AnyReport, KvHashed, ShiftCommitted, ShiftDamaged, TickFinished
-from .beside_refinement import TimeBeside
 from .cost_model import Costs
+from .overhead_refinement import RequestOverhead
 from .refinement import CostRefinement
 
 
@@ -32,10 +32,10 @@ class KnownCosts:
         if self._refinement is not None:
             self._refinement.tick_sent(tick)
 
-    def request_ended(self, took: TimeBeside | None) -> None:
+    def request_ended(self, took: RequestOverhead | None) -> None:
         """A request that had the group to itself has ended; None: none has."""
         if self._refinement is not None and took is not None:
-            self._refinement.beside.request_ended(took)
+            self._refinement.overhead.request_ended(took)
 
     def hear(self, report: AnyReport) -> None:
         """What a rank reports; from most of it there is nothing to learn."""

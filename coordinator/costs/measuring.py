@@ -18,12 +18,12 @@ from ...proto.placement.plan import Placement
 from ...proto.ranges import LayerRange
 from ...proto.reports import CostsMeasured, KindSeconds
 from .cost_model import (
-    BesideCost,
     ChunkCost,
     Costs,
     LayerKindCost,
     LayerSeconds,
     LinkCost,
+    OverheadCost,
     ShiftCost,
     StepCost,
     fit,
@@ -66,10 +66,10 @@ class Measurement:
         layers = _slowest([_weighted(one.kinds, lambda kind: kind.together, _all_layers) for one in self.ranks])
         return _added(layers, _slowest([one.embeds for one in self.ranks]))
 
-    def beside(self) -> BesideCost:
+    def overhead(self) -> OverheadCost:
         """As far as messages and the head show it. Steps that a device runs by itself find the next tick waiting."""
         tails, own_pace = _slowest([one.tails for one in self.ranks]), self.ranks[0].device_steps
-        return BesideCost(
+        return OverheadCost(
             request_seconds=PLANNING_SECONDS + 2 * self.message_seconds + (tails[0] if tails else 0.0),
             shift_seconds=self.message_seconds,
             chunk_seconds=self.message_seconds,
@@ -251,7 +251,7 @@ def _costs(found: Measurement) -> Costs:
         host_link=min(host, key=lambda one: one.bytes_per_second, default=None),
         layer_seconds=_layer_seconds(found),
         all_reduces=tuple(zip(plan.reduce_bytes, _slowest([one.reduces for one in found.ranks]), strict=True)),
-        beside=found.beside(),
+        overhead=found.overhead(),
     )
 
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
-from .beside_refinement import BesideRefinement
 from .cost_model import ChunkCost, Costs, StepCost
+from .overhead_refinement import OverheadRefinement
 from .shift_refinement import ShiftRefinement
 
 Array = npt.NDArray[np.float64]
@@ -174,7 +174,7 @@ class CostRefinement:
             if step is not None
         }
         self.shifts = ShiftRefinement(costs)
-        self.beside = BesideRefinement(costs.beside)
+        self.overhead = OverheadRefinement(costs.overhead)
         self._sent: dict[int, _Sent] = {}
 
     @property
@@ -191,7 +191,7 @@ class CostRefinement:
             decode_tensor=steps.get(Layout.TENSOR, self._costs.decode_tensor),
             to_tensor=self.shifts.cost(Layout.TENSOR),
             to_layer=self.shifts.cost(Layout.LAYER),
-            beside=self.beside.cost,
+            overhead=self.overhead.cost,
         )
 
     @property
@@ -214,7 +214,7 @@ class CostRefinement:
             return
         sent.reports[report.rank] = report
         if report.first_runs:
-            self.beside.first_run()
+            self.overhead.first_run()
         self._see_stage(sent.tick, report)
         if len(sent.reports) == len(self._stages):
             del self._sent[report.sequence]
@@ -225,7 +225,7 @@ class CostRefinement:
         chunk = tick.chunk_of_stage[report.rank] if tick.chunk_of_stage else None
         if chunk is None or tick.tensor_chunk is not None or report.first_runs:
             return
-        self.beside.chunk_read(tick, chunk.request, report)
+        self.overhead.chunk_read(tick, chunk.request, report)
         if tick.moves:
             self.shifts.moved_beside(tick.moves[0].to, report.moving_seconds)
         if fit is not None:
@@ -245,7 +245,7 @@ class CostRefinement:
             batch = tick.decode[0]
             self._steps[batch.layout].observe(batch, min(report.decode_seconds for report in reports))
             if not (tick.moves or tick.late_moves):
-                self.beside.steps_run(tick, tuple(reports))
+                self.overhead.steps_run(tick, tuple(reports))
 
 
 def _chunk_row(cached: int, tokens: int) -> tuple[float, float, float]:

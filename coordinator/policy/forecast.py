@@ -68,7 +68,7 @@ def chunk_plans(
     cached = task.cached_tokens
     rest = task.prompt_tokens - cached
     beside = (costs and step_seconds(task, costs, None)) or 0.0
-    stages = {layout: stages_in_use(costs, layout) if costs else () for layout in layouts}
+    stages = {layout: stages_with_overhead(costs, layout) if costs else () for layout in layouts}
     return {
         layout: plan_chunks(rest, cached, ranks, rule, stages[layout] or None, limits, beside)
         if layout is Layout.LAYER
@@ -102,16 +102,16 @@ def forecasts(
 
 def stage_rows(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> list[list[float]]:
     """Seconds of each chunk of all prompts on each stage; empty: not measured."""
-    stages = stages_in_use(costs, layout)
+    stages = stages_with_overhead(costs, layout)
     return [chunk_seconds(chunks, task.cached_tokens, stage) * task.requests for stage in stages]
 
 
-def stages_in_use(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
+def stages_with_overhead(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
     """That a chunk goes through, with what each chunk takes beside: in the tensor layout the group is one stage.
 
     Empty: not measured.
     """
-    whole, beside = costs.tensor_prefill, costs.beside.chunk_seconds
+    whole, beside = costs.tensor_prefill, costs.overhead.chunk_seconds
     stages = costs.stages if layout is Layout.LAYER else (whole,) if whole is not None else ()
     return tuple(ChunkCost(one.per_chunk + beside, one.per_token, one.per_pair) for one in stages)
 
@@ -122,7 +122,7 @@ def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:
     Where a prompt is still being read, the tick's messages are those of its chunk.
     """
     running = task.running
-    total = 0.0 if own is None else costs.beside.step_seconds
+    total = 0.0 if own is None else costs.overhead.step_seconds
     for layout in Layout:
         added = task.requests if layout is own else 0
         batch = running[layout] + added
@@ -156,10 +156,10 @@ def step_cost(costs: Costs, layout: Layout) -> StepCost | None:
 def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[int]) -> float | None:
     """Nothing is beside the first chunk; what is beside another stage's first is done while it is on its way there."""
     others = step_seconds(task, costs, None) or 0.0
-    stages = stages_in_use(costs, layout)
+    stages = stages_with_overhead(costs, layout)
     if not stages:
         return None
-    before = len(stages) * costs.beside.chunk_seconds
+    before = len(stages) * costs.overhead.chunk_seconds
     if task.requests == 1:
         return float(makespans_of_lists([chunks], task.cached_tokens, stages, others)[0]) - before
     rows = stage_rows(task, costs, layout, chunks)
@@ -168,7 +168,7 @@ def _prefill_seconds(task: Task, costs: Costs, layout: Layout, chunks: Sequence[
 
 def _constant_seconds(task: Task, costs: Costs, journey: Journey) -> float:
     shifts = journey[0] is not journey[1] and task.steps > 0
-    return costs.beside.request_seconds + (costs.beside.shift_seconds if shifts else 0.0)
+    return costs.overhead.request_seconds + (costs.overhead.shift_seconds if shifts else 0.0)
 
 
 def _streaming_seconds(task: Task, costs: Costs, journey: Journey, chunks: int) -> float:

@@ -119,8 +119,8 @@ def _link_table(found: Measurement) -> "Table":
             table.add_row(
                 f"shift of {SHIFTED_TOKENS:,} tokens to {name}", f"{shift.seconds(SHIFTED_TOKENS) * 1e3:,.3g} ms"
             )
-    beside = costs.beside
-    table.add_row("a request, beside chunks and steps", f"{beside.request_seconds * 1e3:,.3g} ms")
-    table.add_row("beside a chunk", f"{beside.chunk_seconds * 1e3:,.3g} ms")
-    table.add_row("beside a decode step", f"{beside.step_seconds * 1e3:,.3g} ms")
+    overhead = costs.overhead
+    table.add_row("a request, beside chunks and steps", f"{overhead.request_seconds * 1e3:,.3g} ms")
+    table.add_row("beside a chunk", f"{overhead.chunk_seconds * 1e3:,.3g} ms")
+    table.add_row("beside a decode step", f"{overhead.step_seconds * 1e3:,.3g} ms")
     return table

@@ -68,8 +68,8 @@ class CostPlace:
         """
         if driver.work_observed >= ENOUGH_OBSERVATIONS and driver.costs is not None:
             start = self.at_start
-            beside = replace(driver.costs.beside, shift_seconds=start.beside.shift_seconds)
-            learnt = replace(driver.costs, to_tensor=start.to_tensor, to_layer=start.to_layer, beside=beside)
+            overhead = replace(driver.costs.overhead, shift_seconds=start.overhead.shift_seconds)
+            learnt = replace(driver.costs, to_tensor=start.to_tensor, to_layer=start.to_layer, overhead=overhead)
             keep_costs(self.path, learnt, self.facts)
 
 

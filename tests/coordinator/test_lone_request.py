@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.costs.beside_refinement import TimeBeside
+from gearshift.coordinator.costs.overhead_refinement import RequestOverhead
 from gearshift.coordinator.generation import GenerationRequest, KeptPrefix, RequestPlan, TokenEvent
 from gearshift.coordinator.lone_request import LoneRequest
 from gearshift.coordinator.results import work_seconds
@@ -41,27 +41,27 @@ def ended(
     return Ended(session)
 
 
-def beside(made: RequestPlan, end: Ended, *, alone: bool = True) -> TimeBeside | None:
+def beside(made: RequestPlan, end: Ended, *, alone: bool = True) -> RequestOverhead | None:
     """Submitted at 10 s, its last token known at 16 s, ended at 20 s."""
     lone = LoneRequest()
     lone.submitted(made, 10.0, alone=alone)
-    assert lone.time_beside([token()], 13.0) is None
-    assert lone.time_beside([token()], 16.0) is None
-    found = lone.time_beside([end], 20.0)
-    assert lone.time_beside([end], 20.0) is None, "it is told once"
+    assert lone.overhead([token()], 13.0) is None
+    assert lone.overhead([token()], 16.0) is None
+    found = lone.overhead([end], 20.0)
+    assert lone.overhead([end], 20.0) is None, "it is told once"
     return found
 
 
 def test_it_is_the_time_from_submission_to_the_last_token_less_the_ranks_own() -> None:
-    assert beside(plan(), ended(plan())) == TimeBeside(pytest.approx(6.0 - 3.0 - 2.0), shifted=False)
+    assert beside(plan(), ended(plan())) == RequestOverhead(pytest.approx(6.0 - 3.0 - 2.0), shifted=False)
 
 
 def test_the_wait_for_a_shift_is_the_shifts_own() -> None:
     shifted = plan(decode=TENSOR)
     found = beside(shifted, ended(shifted, moved_to=TENSOR))
-    assert found == TimeBeside(pytest.approx(6.0 - 3.0 - 2.0 - 0.5), shifted=True)
+    assert found == RequestOverhead(pytest.approx(6.0 - 3.0 - 2.0 - 0.5), shifted=True)
     assert beside(shifted, ended(shifted)) is None, "a shift that was not made"
-    assert beside(shifted, ended(shifted, tokens=1)) == TimeBeside(pytest.approx(1.0), shifted=False)
+    assert beside(shifted, ended(shifted, tokens=1)) == RequestOverhead(pytest.approx(1.0), shifted=False)
 
 
 def test_a_request_beside_others_tells_nothing() -> None:
@@ -69,7 +69,7 @@ def test_a_request_beside_others_tells_nothing() -> None:
     lone = LoneRequest()
     lone.submitted(plan(1), 10.0, alone=True)
     lone.submitted(plan(2), 11.0, alone=False)
-    assert lone.time_beside([token(1), token(2), ended(plan(1)), ended(plan(2))], 20.0) is None
+    assert lone.overhead([token(1), token(2), ended(plan(1)), ended(plan(2))], 20.0) is None
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_what_was_cut_short_or_whose_group_was_lost_tells_nothing() -> None:
         assert beside(plan(), ended(plan(), reason=reason)) is None
     lone = LoneRequest()
     lone.submitted(plan(), 10.0, alone=True)
-    assert lone.time_beside([ended(plan())], 14.0) is None, "without a token"
+    assert lone.overhead([ended(plan())], 14.0) is None, "without a token"
     lone.submitted(plan(), 10.0, alone=True)
     lone.forget()
-    assert lone.time_beside([token(), ended(plan())], 14.0) is None
+    assert lone.overhead([token(), ended(plan())], 14.0) is None
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_what_requests_take_beside_their_work_is_learnt(groups: RunningGroups) -
     (stay,) = (one for one in combinations(2) if one.name == "layer->layer")
     interleaved(driver, [pair, stay], 3, 150, 30, 3, rule=Fixed((32,)))
     assert driver.costs is not None
-    beside = driver.costs.beside
-    assert beside.chunk_seconds > 0 < beside.request_seconds
-    assert beside.step_seconds > 0
+    overhead = driver.costs.overhead
+    assert overhead.chunk_seconds > 0 < overhead.request_seconds
+    assert overhead.step_seconds > 0
     assert driver.costs.to_tensor.per_chunk_seconds > 0 == driver.costs.to_layer.per_chunk_seconds
 
 

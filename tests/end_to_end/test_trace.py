@@ -31,7 +31,7 @@ def test_a_trace_of_two_workers_adds_up_to_what_the_run_reports(groups: RunningG
     for rank, stage in enumerate(result.prefill.stages):
         assert total_seconds(events, 2 + rank, "chunk") == pytest.approx(stage.busy_seconds, abs=1e-6)
         assert total_seconds(events, 2 + rank, "wait") == pytest.approx(stage.waiting_seconds, abs=1e-6)
-        assert stage.beside_seconds > 0, "five chunks, and moves behind four of them"
+        assert stage.overhead_seconds > 0, "five chunks, and moves behind four of them"
         assert 0 < total_seconds(events, 2 + rank, "step") <= total_seconds(events, 2 + rank, "decode")
     busiest = max(stage.busy_seconds for stage in result.prefill.stages)
     assert busiest < result.prefill.work_seconds < result.prefill.seconds + 1e-3

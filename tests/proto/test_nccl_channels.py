@@ -7,7 +7,6 @@ import pytest
 from gearshift.proto.nccl_channels import (
     CHANNEL_BYTES,
     COMMUNICATOR_BYTES,
-    FEW_CHANNELS,
     NCCL_USE,
     SENT_BYTES,
     SMALL_BUFFERS,
@@ -45,7 +44,8 @@ def test_smaller_buffers_and_fewer_channels_take_less_of_a_card() -> None:
     assert USUAL.received_bytes == 10 * MIB
     assert SMALL_BUFFERS.received_bytes == 4 * MIB
     assert nccl_bytes(2, USUAL) - nccl_bytes(2, SMALL_BUFFERS) == (16 + 4 + 8) * 6 * MIB
-    assert nccl_bytes(2, USUAL) - nccl_bytes(2, FEW_CHANNELS) == (8 * 18 + 2 * 16 + 4 * 18) * MIB
+    fewer = NcclUse(sums=8, edges=2, moves=4)
+    assert nccl_bytes(2, USUAL) - nccl_bytes(2, fewer) == (8 * 18 + 2 * 16 + 4 * 18) * MIB
 
 
 def test_only_sizes_that_are_not_nccls_own_are_told_to_it() -> None:

@@ -18,7 +18,7 @@ from gearshift.tests.helpers.gguf_builder import build_model
 from gearshift.tests.helpers.interpreted_steps import CPU, SHAPE, Found, run_checks
 from gearshift.tests.helpers.kernel_checks import relative_error
 from gearshift.tests.helpers.layer_stages import CONTEXT, Stage
-from gearshift.worker.model.captured import Graphs
+from gearshift.worker.model.captured import CaptureError, Graphs
 from gearshift.worker.model.chunk_pass import ChunkPass, GraphKey
 from gearshift.worker.model.decoder import Segment
 from gearshift.worker.model.steps import Work
@@ -37,11 +37,11 @@ class Place:
         return work
 
 
-def check_chunks(folder: Path) -> Iterator[tuple[str, float, float]]:
-    """A stage of two, in both layouts: before, among and behind what is prepared."""
-    path = build_model(folder / "chunks.gguf", "llama", quant="Q8_0", seed=3, **SHAPE)
+def check_chunks(folder: Path, whole: frozenset[int] = frozenset()) -> Found:
+    """A stage of two, in both layouts: before, among and behind what is prepared. `whole`: layers that are not cut."""
+    path = build_model(folder / f"chunks{len(whole)}.gguf", "llama", quant="Q8_0", seed=3, **SHAPE)
     spec = build_spec(resolve_model(str(path)), CONTEXT)
-    placement = place(spec, 2)
+    placement = place(spec, 2, whole_layers=whole)
     stage = Stage.of(path, placement, 0, CPU)
     decoder, segment = stage.decoder, Segment(stage.states[0], 0, ROWS, START)
     passes = ChunkPass(decoder, placement, 0, MOST_ROWS, CONTEXT)
@@ -68,15 +68,35 @@ def check_chunks(folder: Path) -> Iterator[tuple[str, float, float]]:
     turns = 3 + sum(1 for _ in preparing)
     yield "behind a chunk, nothing written", float(not torch.equal(stage.kv.arena, kept)), 0.5
     pieces = {Layout.LAYER: len(layers), Layout.TENSOR: len(spec.layers)}
-    wanted_graphs = sum(1 + count * PIECES[layout] for layout, count in pieces.items())
+    absent = len(whole - set(layers))  # layers whose heads the other rank has
+    wanted_graphs = sum(1 + count * PIECES[layout] for layout, count in pieces.items()) - absent
     yield "graphs", abs(len(graphs) - wanted_graphs), 0.5
     yield "turns", float(not wanted_graphs <= turns <= 2 * wanted_graphs), 0.5
     yield "chunks behind what is prepared", float(not torch.equal(run(), first)), 0.5
     yield "graphs then", abs(len(graphs) - wanted_graphs), 0.5
 
 
+class Broken:
+    """Chunks whose preparing fails after a first piece."""
+
+    def preparations(self) -> Iterator[None]:
+        yield
+        raise CaptureError("a piece could not be captured: out of memory")
+
+
+def check_a_failure(folder: Path) -> Found:
+    """Nobody has asked for it: it ends what is prepared, and nothing else."""
+    path = build_model(folder / "broken.gguf", "llama", quant="Q8_0", seed=3, **SHAPE)
+    spec = build_spec(resolve_model(str(path)), CONTEXT)
+    decoder = Stage.of(path, place(spec, 1), 0, CPU).decoder
+    decoder.chunks = Broken()  # type: ignore[assignment]
+    told = [decoder.prepare_next() for _ in range(3)]
+    yield "a failure ends it", float(told != [True, False, False]), 0.5
+
+
 def checks(folder: Path) -> list[Found]:
-    return [check_chunks(folder)]
+    cut_or_whole = [frozenset[int](), frozenset({1}), frozenset({0, 1})]
+    return [*(check_chunks(folder, whole) for whole in cut_or_whole), check_a_failure(folder)]
 
 
 if __name__ == "__main__":

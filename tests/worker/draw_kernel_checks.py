@@ -179,7 +179,7 @@ def signed_zeros(rows: int, vocab: int) -> torch.Tensor:
     return logits
 
 
-def no_numbers(rows: int, vocab: int) -> torch.Tensor:
+def non_finite(rows: int, vocab: int) -> torch.Tensor:
     logits = spread(rows, vocab)
     for row, bad in enumerate((nan, inf, -inf)):
         logits[row, (vocab - 1) * (row % 2)] = bad
@@ -226,7 +226,7 @@ def check_usual(rows: int, vocab: int, penalised: bool = False) -> dict[str, flo
 
 def check_no_numbers(ranks: int, vocab: int) -> dict[str, float]:
     group = Ranks([vocab * rank // ranks for rank in range(ranks + 1)], chains_of(*[{}] * 6))
-    wrong, far = differences(group, [no_numbers(6, vocab)])
+    wrong, far = differences(group, [non_finite(6, vocab)])
     return {f"no numbers over {ranks} ranks": float(wrong) + far / 10}
 
 

@@ -6,7 +6,7 @@ from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.specs import layer_spec, model_spec
 from gearshift.worker.kernels.attention import head_runs
 from gearshift.worker.kernels.matrix import AbsentMatrix
-from gearshift.worker.model.head_places import head_places
+from gearshift.worker.model.head_places import HeadPlace, head_places
 from gearshift.worker.weights.layer import PartWeights
 
 ABSENT = AbsentMatrix()
@@ -25,11 +25,16 @@ def parts_of(query_heads: int, kv_heads: int, shares: tuple[float, ...]) -> list
     ]  # fmt: skip
 
 
+def new_kv(one: HeadPlace) -> slice:
+    """KV heads that no part before this one has, of all KV heads."""
+    return slice(one.kv.start + one.is_first_kv_shared, one.kv.stop)
+
+
 def test_a_kv_head_that_two_parts_have_is_read_by_the_first_for_both() -> None:
     ((first, second),) = head_places(parts_of(9, 3, (0.8, 0.2)))
-    assert (first.query, first.kv, first.new_kv) == (slice(0, 7), slice(0, 3), slice(0, 3))
+    assert (first.query, first.kv, new_kv(first)) == (slice(0, 7), slice(0, 3), slice(0, 3))
     assert (first.readers, first.kv_head_of_reader) == (slice(0, 9), (0, 0, 0, 1, 1, 1, 2, 2, 2))
-    assert (second.query, second.kv, second.new_kv) == (slice(7, 9), slice(2, 3), slice(3, 3))
+    assert (second.query, second.kv, new_kv(second)) == (slice(7, 9), slice(2, 3), slice(3, 3))
     assert second.kv_head_of_reader == ()
 
 
@@ -53,7 +58,7 @@ def test_every_head_of_a_layer_is_placed_once(query_heads: int, kv_heads: int, s
             part = parts[one.index]
             assert one.kv == slice(part.first_kv_head - first_kv, part.first_kv_head - first_kv + part.kv_heads)
             assert one.query.stop - one.query.start == part.query_heads
-            read += [first_kv + one.new_kv.start + head for head in one.kv_head_of_reader]
+            read += [first_kv + new_kv(one).start + head for head in one.kv_head_of_reader]
             assert len(read) == first_query + max(one.readers.stop, one.readers.start)
             assert len(head_runs(one.kv_head_of_reader)) <= 1  # whole groups
     assert read == [head // group for head in range(query_heads)]
@@ -63,7 +68,7 @@ def test_a_part_alone_has_all_of_its_heads() -> None:
     _, second = parts_of(9, 3, (0.8, 0.2))
     ((alone,),) = head_places([second])
     assert (alone.index, alone.part) == (0, 1)
-    assert (alone.query, alone.kv, alone.new_kv) == (slice(0, 2), slice(0, 1), slice(0, 1))
+    assert (alone.query, alone.kv, new_kv(alone)) == (slice(0, 2), slice(0, 1), slice(0, 1))
     assert (alone.readers, alone.kv_head_of_reader) == (slice(0, 2), (0, 0))
 
 

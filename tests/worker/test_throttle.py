@@ -13,6 +13,7 @@ from gearshift.worker.links.options import (
     NO_NCCL_VARIABLE,
     NO_PEER_VARIABLE,
     goes_without_nccl,
+    is_switched_on,
     no_peer_asked,
     settle,
 )
@@ -122,10 +123,10 @@ def test_no_peer_reaches_all_that_looks_at_the_environment(monkeypatch: pytest.M
     for name in (NO_PEER_VARIABLE, NCCL_NO_PEER_VARIABLE):
         monkeypatch.setenv(name, "")  # so that it is put back
     settle(LinkOptions())
-    assert not no_peer_asked(NCCL_NO_PEER_VARIABLE)
+    assert not is_switched_on(NCCL_NO_PEER_VARIABLE)
     settle(LinkOptions(no_peer=True))
     assert no_peer_asked()
-    assert no_peer_asked(NCCL_NO_PEER_VARIABLE)
+    assert is_switched_on(NCCL_NO_PEER_VARIABLE)
 
 
 def test_without_nccl_cards_of_one_host_have_no_peer_access_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def attend(
 
     Row t stands at position L - T + t of the gathered keys and sees itself and what came before; with a window W it
     sees at most W positions, itself included. Scores and weights are f32; weights meet the values in `dtype`. Query
-    heads are in the order of the KV heads that they read.
+    heads are in the order of the KV heads that they read, and each of these is read.
     """
     rows = query_TQK.shape[0]
     if rows == 1 and (margins := group_margins(kv_head_of_query)) is not None:

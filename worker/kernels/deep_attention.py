@@ -23,7 +23,10 @@ def serves(device: torch.device) -> bool:
 
 
 class DeepAttention:
-    """In bf16 or f16. Knows the shapes that cuDNN has met in this process, with it or with another model."""
+    """In bf16 or f16. Knows the shapes that it has asked cuDNN for.
+
+    Those that another model of this process had met are counted as new, and cost nothing.
+    """
 
     def __init__(self, firsts: FirstRuns) -> None:
         self._firsts = firsts

@@ -4,6 +4,7 @@ Peer access is proven with data, not asked of the driver. Multicast is never use
 """
 
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from .agreement import RanksOfGroup
 from .host_memory import PAGE_BYTES, Mapped, Pair, Source, first_that_works, mapped, name_for
 from .pinning import RuntimeRegisters
 from .tensor_group import TensorGroup
+
+ON_DEVICES, ON_HOST = "on the devices", "in host memory"
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
@@ -37,8 +40,14 @@ def open_inboxes(
     None, on all ranks alike, where neither way works. `tensor`: how the ranks come to an agreement.
     """
     ranks = _Ranks(rank, size, device, tensor)
-    found = ranks.together("on the devices", lambda: _on_devices(words, ranks)) if peer else None
-    return found or ranks.together("in host memory", lambda: _on_host(words, ranks, group))
+    found = ranks.together(ON_DEVICES, lambda: _on_devices(words, ranks)) if peer else None
+    return found or ranks.together(ON_HOST, lambda: _on_host(words, ranks, group))
+
+
+def _tell_of_the_last_way(line: str) -> None:
+    """Cards without peer access are no news, and the other way is tried next; behind that there is none."""
+    if line.startswith(ON_HOST):
+        print(f"gearshift worker: no inboxes for one-shot sums {line}", file=sys.stderr, flush=True)
 
 
 class _Ranks(RanksOfGroup):
@@ -48,8 +57,7 @@ class _Ranks(RanksOfGroup):
         def sum_up(numbers: Tensor) -> None:
             numbers.copy_(tensor.all_reduce(numbers))
 
-        # Nothing is told: cards without peer access are no news, and the other way is tried next.
-        super().__init__(rank, size, device, lambda _: None, sum_up)
+        super().__init__(rank, size, device, _tell_of_the_last_way, sum_up)
 
     def meet_on_host(self) -> None:
         """Return when every rank has arrived, host and device."""

@@ -143,14 +143,14 @@ class DistributedTensorGroup:
         if padded.numel():
             what = f"gather to rank {root}"
             if self._device.type == "cuda":
-                self._gather_along_ring(padded, parts, what)
+                self._gather_by_all_gather(padded, parts, what)
             else:
                 self._run(what, lambda: dist.gather(padded, parts, dst=root, group=self._group, async_op=True))
         if parts is None:
             return None
         return [whole[..., :width].contiguous() for whole, width in zip(parts, widths, strict=True)]
 
-    def _gather_along_ring(self, padded: Tensor, parts: list[Tensor] | None, what: str) -> None:
+    def _gather_by_all_gather(self, padded: Tensor, parts: list[Tensor] | None, what: str) -> None:
         """All-gathers, which sums have connections for: NCCL's gather is of sends and receives, with others beside.
 
         These would take 10 MiB a channel and peer of the root's card over NVLink, 2 of the others'.
@@ -184,10 +184,11 @@ class DistributedTensorGroup:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """((p0 + p1) + p2) + ... in f32, in the parts' type; a new tensor."""
+    """((p0 + p1) + p2) + ..., of 16-bit types in f32; in the parts' type, a new tensor."""
     if len(parts) == 1:
         return parts[0].clone()
-    total = torch.add(parts[0].float(), parts[1])
+    first = parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0]
+    total = torch.add(first, parts[1])
     for part in parts[2:]:
         total += part
     return total.to(parts[0].dtype)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import LinkFailedError
+from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .pipeline import Incoming, Outgoing, PipelineEdges, StagedReceiver, StagedSender
 from .staged import StagedLink
@@ -47,20 +47,21 @@ def staged_ways(
 
     staging = Staging(rank, size, device, group, timeout_seconds, sum_up)
     try:
-        return _all_of_them(rank, size, device, timeout_seconds, throttle, staging)
-    except LinkFailedError:
+        return _open_ways(rank, size, device, timeout_seconds, throttle, staging)
+    except (LinkFailedError, CollectiveTimeoutError):
         staging.close()
         raise
 
 
-def _all_of_them(
+def _open_ways(
     rank: int, size: int, device: torch.device, timeout_seconds: float, throttle: Throttle | None, staging: Staging
 ) -> StagedWays:
     every_pair, edges = staging.every_pair, [(first, first + 1) for first in range(size - 1)]
     moves = rows = sums = None
+    late = False
     if staging.prepare():
         moves = staging.link("keys and values", every_pair, moving_shape(size), alone=True)
-        rows, late = staging.link("hidden rows", edges, moving_shape(2), alone=True), False
+        rows = staging.link("hidden rows", edges, moving_shape(2), alone=True)
         if rows is None:
             rows, late = staging.link("late hidden rows", edges, moving_shape(2), alone=False), True
         sums = staging.link("sums", every_pair, summing_shape(size), alone=False)

@@ -35,13 +35,13 @@ class CaptureStream:
 
     def __init__(self, firsts: FirstRuns, keeps_cache: bool = False) -> None:
         """`keeps_cache`: for hundreds of small graphs. Else the allocator gives back what is free before a capture."""
-        self._firsts, self._keeps_cache = firsts, keeps_cache
+        self._first_runs, self._keeps_cache = firsts, keeps_cache
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._first: Any = None
+        self._keeper: Any = None
 
     def launch(self, work: Work) -> None:
-        self._firsts.count += 1
+        self._first_runs.count += 1
         stream, current = self._opened(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -49,7 +49,7 @@ class CaptureStream:
         current.wait_stream(stream)
 
     def capture(self, work: Work, what: str) -> Work:
-        self._firsts.count += 1
+        self._first_runs.count += 1
         stream = self._opened()
         if not self._keeps_cache:
             torch.cuda.synchronize()
@@ -68,13 +68,13 @@ class CaptureStream:
         """
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            word, self._first = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+            word, self._keeper = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
 
             def touch() -> None:
                 word.zero_()
 
             with torch.cuda.stream(self._stream):
-                record(self._first, self._pool, touch, "a first graph")
+                record(self._keeper, self._pool, touch, "a first graph")
         return self._stream
 
 
@@ -134,7 +134,7 @@ class Graphs(Generic[Key]):
             self._replays[key] = replay
             replay()
 
-    def __contains__(self, key: Key) -> bool:
+    def is_ready(self, key: Key) -> bool:
         """Whether nothing is left to be done for a piece before it is replayed, or launched each time."""
         return self._place is None or key in self._replays or len(self._launched) >= self._most
 

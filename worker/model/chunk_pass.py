@@ -121,7 +121,7 @@ class ChunkPass:
                 layers = self._placement.stages[self._rank] if layout is Layout.LAYER else everything
                 for work, pieces in self._layers(list(layers), layout, bucket):
                     for key, piece in pieces:
-                        while key not in self._graphs:
+                        while not self._graphs.is_ready(key):
                             self._without_rows(bucket)
                             self._graphs.play(key, piece)
                             yield
@@ -135,7 +135,9 @@ class ChunkPass:
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
             work = _LayerOfChunk(self._decoder, buffers, bucket, layer, following, layout is Layout.TENSOR)
-            pieces: list[tuple[Piece, int | None, Work]] = [(Piece.PROJECT, None, work.project)]
+            pieces: list[tuple[Piece, int | None, Work]] = []
+            if work.heads:  # a rank has none of a layer that stays whole on another
+                pieces.append((Piece.PROJECT, None, work.project))
             if index == 0:
                 pieces.insert(0, (Piece.NORM, None, work.norm))
             if layout is Layout.LAYER:

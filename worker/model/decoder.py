@@ -226,7 +226,10 @@ def _joined(of_parts: Sequence[Tensor], places: Sequence[HeadPlace], facts: Laye
 
 
 def _sum(rows_TD: Tensor, partials: Iterable[Tensor]) -> Tensor:
-    """The parts' shares added in rank order, in which the ranks' own shares are added: f32 [T, D]; zeros of none."""
+    """The shares added in order: f32 [T, D]; zeros of none.
+
+    Parts that share KV heads are added among themselves first: bits may differ from the ranks' own sum.
+    """
     total: Tensor | None = None
     for partial in partials:
         total = partial.float() if total is None else total.add_(partial)

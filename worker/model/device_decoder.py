@@ -4,6 +4,7 @@ A chunk's parts lie side by side: one product a matrix kind and layer, whatever 
 not cover (`fused` below) goes the plain way of the base class.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -107,10 +108,14 @@ class DeviceDecoder(Decoder):
         if self._preparing is None:
             self._preparing = iter(()) if self.chunks is None else self.chunks.preparations()
         try:
-            return next(self._preparing, self) is None
-        except torch.OutOfMemoryError:  # it comes when it is needed, if it does
+            next(self._preparing)
+        except StopIteration:
+            return False
+        except RuntimeError as error:  # no memory, no capture, no such shape: who needs it is told, if anybody does
+            print(f"gearshift worker: nothing more is prepared: {error}", file=sys.stderr, flush=True)
             self._preparing = iter(())
             return False
+        return True
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """f32 [T, D]."""

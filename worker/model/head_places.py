@@ -23,11 +23,6 @@ class HeadPlace:
     readers: slice  # of all query heads, those that read KV heads which no part before this one has
     kv_head_of_reader: tuple[int, ...]  # index within those KV heads, one a reader
 
-    @property
-    def new_kv(self) -> slice:
-        """KV heads that no part before this one has, of all KV heads."""
-        return slice(self.kv.start + self.is_first_kv_shared, self.kv.stop)
-
 
 def head_places(parts: Sequence[PartWeights]) -> tuple[tuple[HeadPlace, ...], ...]:
     """Which of some parts run together: those that share KV heads. Parts without heads have no place.

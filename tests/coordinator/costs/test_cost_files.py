@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearshift.coordinator.costs.cost_model import (
-    BesideCost,
     ChunkCost,
     Costs,
     LayerKindCost,
     LayerSeconds,
     LinkCost,
+    OverheadCost,
     ShiftCost,
     StepCost,
 )
@@ -44,7 +44,7 @@ COSTS = Costs(
         (LayerKindCost((0, 1), (STAGE, STAGE), (STAGE, STAGE), (1e-4, 2e-4)),), (0.5, 0.5), (1e-4, 1e-4)
     ),
     all_reduces=((4096, 1e-5), (65536, 2e-5)),
-    beside=BesideCost(3e-3, 1e-3, 2e-4, 1e-4),
+    overhead=OverheadCost(3e-3, 1e-3, 2e-4, 1e-4),
 )
 
 

@@ -65,11 +65,11 @@ def test_the_first_stage_and_every_rank_of_the_tensor_layout_look_tokens_up() ->
 
 def test_what_requests_take_beside_their_work_follows_messages_and_the_head() -> None:
     plain = measured()
-    found = Measurement(PLAN, plain.placement, plain.ranks, message_seconds=4e-4, steps_a_tick=4).costs.beside
+    found = Measurement(PLAN, plain.placement, plain.ranks, message_seconds=4e-4, steps_a_tick=4).costs.overhead
     assert found.request_seconds == pytest.approx(PLANNING_SECONDS + 2 * 4e-4 + made_up.TAIL_SECONDS)
     assert (found.shift_seconds, found.chunk_seconds, found.step_seconds) == pytest.approx((4e-4, 4e-4, 1e-4))
     by_itself = [replace(one, device_steps=(1e-3,) * len(PLAN.steps)) for one in plain.ranks]
-    paced = Measurement(PLAN, plain.placement, tuple(by_itself), message_seconds=4e-4, steps_a_tick=8).costs.beside
+    paced = Measurement(PLAN, plain.placement, tuple(by_itself), message_seconds=4e-4, steps_a_tick=8).costs.overhead
     assert paced.step_seconds == 0.0, "the device finds its next steps waiting"
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gearshift.coordinator.chunks.plan import Auto, Fixed, Limits
-from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, OverheadCost, ShiftCost, StepCost
 from gearshift.coordinator.generation import KeptPrefix
 from gearshift.coordinator.policy.forecast import Forecast, Journey, Running, Task, chunk_plans, forecasts
 from gearshift.coordinator.residency.regret import Regret
@@ -45,7 +45,7 @@ def test_the_parts_of_a_journey_are_back_prefill_exposed_shift_and_decode() -> N
 
 def test_what_is_beside_chunks_and_steps_is_added_and_the_constant_part_once() -> None:
     plain = predict()
-    found = predict(costs=replace(COSTS, beside=BesideCost(3.0, 0.5, 0.125, 0.0625)))
+    found = predict(costs=replace(COSTS, overhead=OverheadCost(3.0, 0.5, 0.125, 0.0625)))
     for journey, forecast in found.items():
         constant = 3.0 if journey[0] is journey[1] else 3.5
         assert forecast.constant == constant
@@ -53,7 +53,7 @@ def test_what_is_beside_chunks_and_steps_is_added_and_the_constant_part_once() -
         assert forecast.decode == pytest.approx(plain[journey].decode + 10 * 0.0625)
         assert forecast.exposed == plain[journey].exposed
         assert forecast.seconds == pytest.approx(plain[journey].seconds + constant + 0.25 + 0.625)
-    alone = predict(replace(TASK, steps=0), replace(COSTS, beside=BesideCost(3.0, 0.5)))
+    alone = predict(replace(TASK, steps=0), replace(COSTS, overhead=OverheadCost(3.0, 0.5)))
     assert {forecast.constant for forecast in alone.values()} == {3.0}
 
 
@@ -74,7 +74,7 @@ def test_chunks_that_take_more_beside_are_fewer() -> None:
     task, limits = Task(2048, 31), Limits(32, 64, 2048)
 
     def chunks(beside: float) -> int:
-        known = replace(costs, beside=BesideCost(chunk_seconds=beside))
+        known = replace(costs, overhead=OverheadCost(chunk_seconds=beside))
         return len(chunk_plans(task, known, 2, Auto(), limits, (LAYER,))[LAYER].chunks)
 
     assert chunks(0.0) > chunks(1e-3) >= 2

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, LinkCost, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import (
+    ChunkCost,
+    Costs,
+    LinkCost,
+    OverheadCost,
+    ShiftCost,
+    StepCost,
+)
 from gearshift.coordinator.costs.files import write_costs
 from gearshift.launch.command_line import run_command
 
@@ -59,7 +66,7 @@ def test_a_plan_tells_the_constant_part_where_the_costs_know_it(
     assert run_command(["plan", "--costs", str(costs_file), *WORDS]) == 0
     assert "constant," not in capsys.readouterr().out
     known = tmp_path / "known.json"
-    write_costs(known, replace(COSTS, beside=BesideCost(2.0, 1.0, 0.25, 0.0625)), {"devices": ["cpu", "cpu"]})
+    write_costs(known, replace(COSTS, overhead=OverheadCost(2.0, 1.0, 0.25, 0.0625)), {"devices": ["cpu", "cpu"]})
     facts = facts_of(capsys, "--costs", known, *WORDS)
     found = {(one["prefill"], one["decode"]): one for one in facts["journeys"]}
     assert found["layer", "tensor"]["constant_seconds"] == 2 + 1

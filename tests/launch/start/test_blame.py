@@ -21,8 +21,16 @@ def test_a_request_that_fails_over_a_sound_file_stays_a_failed_request(
     spec: ModelSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RequestFailedError, match="f16 ends"), file_is_blamed(spec):
-        raise RequestFailedError("f16 ends at 65,504")
+        raise RequestFailedError("the logits are not numbers: f16 ends at 65,504")
     assert "looking whether the model's file is to blame" in capsys.readouterr().err
+
+
+def test_nothing_is_read_for_a_request_that_fails_otherwise(
+    spec: ModelSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestFailedError), file_is_blamed(spec):
+        raise RequestFailedError("the layer layout cannot be run")
+    assert capsys.readouterr().err == ""
 
 
 def test_other_errors_are_not_looked_into(spec: ModelSpec, capsys: pytest.CaptureFixture[str]) -> None:

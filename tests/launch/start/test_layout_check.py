@@ -51,8 +51,8 @@ def test_rounding_and_a_row_that_it_decides_are_no_difference() -> None:
 
 
 def test_rows_that_say_something_else_are_a_difference() -> None:
-    no_numbers = [np.full((COMPARED_ROWS, 50), value) for value in (np.nan, np.inf, -np.inf)]
-    for rows in (np.roll(usual_rows(), 3, axis=1), *no_numbers):
+    non_finite = [np.full((COMPARED_ROWS, 50), value) for value in (np.nan, np.inf, -np.inf)]
+    for rows in (np.roll(usual_rows(), 3, axis=1), *non_finite):
         assert against(rows).damaged
         assert not against(rows).agrees
     flat = against(usual_rows() * 0.7)
@@ -121,8 +121,8 @@ def test_a_context_without_room_for_them_and_requests_that_fail_end_no_start(
 def test_a_model_without_numbers_is_told_as_such_and_no_card_is_blamed(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    no_numbers = np.full((COMPARED_ROWS, 50), np.nan, np.float32)
-    monkeypatch.setattr(layout_check, "_rows", lambda *_: no_numbers)
+    non_finite = np.full((COMPARED_ROWS, 50), np.nan, np.float32)
+    monkeypatch.setattr(layout_check, "_rows", lambda *_: non_finite)
     check_layouts(driver, left_open=True)
     told = capsys.readouterr().err
     assert "could not be compared: the logits of layer->layer are not numbers" in told

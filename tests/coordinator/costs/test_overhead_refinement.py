@@ -3,23 +3,23 @@
 import pytest
 from msgspec.structs import replace
 
-from gearshift.coordinator.costs.beside_refinement import TimeBeside
-from gearshift.coordinator.costs.cost_model import BesideCost, ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, OverheadCost, ShiftCost, StepCost
 from gearshift.coordinator.costs.known_costs import KnownCosts
+from gearshift.coordinator.costs.overhead_refinement import RequestOverhead
 from gearshift.proto.commands import Batch, BatchEntry, Chunk, Move, RunTick
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.reports import TickFinished
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
 ONE, OTHER = RequestId(1), RequestId(2)
-START = BesideCost(3e-3, 1e-3, 2e-4, 1e-4)
+START = OverheadCost(3e-3, 1e-3, 2e-4, 1e-4)
 COSTS = Costs(
     stages=(ChunkCost(1.0, 0.0), ChunkCost(1.0, 0.0)),
     tensor_prefill=ChunkCost(1.0, 0.0),
     decode_layer=StepCost(((1, 0.1),)),
     decode_tensor=StepCost(((1, 0.1),)),
     to_tensor=ShiftCost(0.001, 1e-5),
-    beside=START,
+    overhead=START,
 )
 
 
@@ -29,9 +29,9 @@ def known_costs() -> KnownCosts:
     return known
 
 
-def now(known: KnownCosts) -> BesideCost:
+def now(known: KnownCosts) -> OverheadCost:
     assert known.present is not None
-    return known.present.beside
+    return known.present.overhead
 
 
 def tell(known: KnownCosts, tick: RunTick, *reports: TickFinished) -> None:
@@ -113,10 +113,10 @@ def test_the_first_tick_of_an_answer_says_nothing_of_the_time_before() -> None:
 def test_a_requests_constant_part_is_the_median_of_recent_ones() -> None:
     known = known_costs()
     for seconds in (9.0, 9.0):
-        known.request_ended(TimeBeside(seconds, shifted=False))
+        known.request_ended(RequestOverhead(seconds, shifted=False))
     assert now(known).request_seconds == START.request_seconds
     for seconds in (4e-3, 5e-3, 4.5e-3, 1.0, 4e-3):
-        known.request_ended(TimeBeside(seconds, shifted=False))
+        known.request_ended(RequestOverhead(seconds, shifted=False))
     assert now(known).request_seconds == 4.5e-3
     known.request_ended(None)
     assert now(known).request_seconds == 4.5e-3
@@ -125,10 +125,10 @@ def test_a_requests_constant_part_is_the_median_of_recent_ones() -> None:
 def test_what_shifted_requests_take_more_is_a_part_of_its_own() -> None:
     known = known_costs()
     for _ in range(3):
-        known.request_ended(TimeBeside(START.request_seconds + 2e-3, shifted=True))
+        known.request_ended(RequestOverhead(START.request_seconds + 2e-3, shifted=True))
     assert (now(known).request_seconds, now(known).shift_seconds) == pytest.approx((3e-3, 2e-3))
     for _ in range(5):
-        known.request_ended(TimeBeside(1e-3, shifted=True))  # never less than nothing
+        known.request_ended(RequestOverhead(1e-3, shifted=True))  # never less than nothing
     assert (now(known).request_seconds, now(known).shift_seconds) == (3e-3, 0.0)
 
 
@@ -137,31 +137,31 @@ def test_requests_in_which_something_was_run_for_the_first_time_say_nothing() ->
     for number in range(5):
         first = replace(report(0, number, 1.0, 0.0, 9.0), first_runs=2)
         tell(known, RunTick(number, tensor_chunk=Chunk(ONE, 0, (1,) * 64)), first, report(1, number, 1.0, 0.0, 9.0))
-        known.request_ended(TimeBeside(9e-3, shifted=False))
+        known.request_ended(RequestOverhead(9e-3, shifted=False))
     assert now(known) == START
     for _ in range(3):
-        known.request_ended(TimeBeside(5e-3, shifted=False))
+        known.request_ended(RequestOverhead(5e-3, shifted=False))
     assert now(known).request_seconds == 5e-3
 
 
 def test_stalls_say_little_of_the_constant_part() -> None:
     known = known_costs()
     for _ in range(3):
-        known.request_ended(TimeBeside(2.0, shifted=False))
-        known.request_ended(TimeBeside(2.0, shifted=True))
+        known.request_ended(RequestOverhead(2.0, shifted=False))
+        known.request_ended(RequestOverhead(2.0, shifted=True))
     assert now(known).request_seconds == 4 * START.request_seconds
     for _ in range(5):
-        known.request_ended(TimeBeside(5e-3, shifted=False))
-        known.request_ended(TimeBeside(6e-3, shifted=True))
+        known.request_ended(RequestOverhead(5e-3, shifted=False))
+        known.request_ended(RequestOverhead(6e-3, shifted=True))
     assert now(known).request_seconds == 5e-3
     assert now(known).shift_seconds == pytest.approx(1e-3)
 
 
 def test_costs_that_were_given_stay_as_they_are() -> None:
     known = KnownCosts()
-    known.request_ended(TimeBeside(1.0, shifted=False))
+    known.request_ended(RequestOverhead(1.0, shifted=False))
     assert known.present is None
     known.use(COSTS, refine=False)
     for _ in range(5):
-        known.request_ended(TimeBeside(1.0, shifted=False))
+        known.request_ended(RequestOverhead(1.0, shifted=False))
     assert known.present == COSTS

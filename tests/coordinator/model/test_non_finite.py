@@ -7,9 +7,9 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 
-from gearshift.coordinator.model import no_numbers
+from gearshift.coordinator.model import non_finite
 from gearshift.coordinator.model.files import resolve_model
-from gearshift.coordinator.model.no_numbers import are_numbers, what_is_no_number
+from gearshift.coordinator.model.non_finite import are_finite, first_non_finite
 from gearshift.coordinator.model.spec import build_spec
 from gearshift.tests.helpers.gguf_builder import build_model
 
@@ -29,7 +29,7 @@ def test_blocks_are_numbers_where_the_files_decoder_says_so(type_name: str) -> N
     with np.errstate(all="ignore"):
         wanted = np.isfinite(dequantize(blocks, kind)).all(axis=1)
     assert wanted[-1]
-    assert np.array_equal(are_numbers(blocks, type_name), wanted)
+    assert np.array_equal(are_finite(blocks, type_name), wanted)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_the_tensor_and_the_row_are_named(
 ) -> None:
     path = build_model(tmp_path / "model.gguf", types={name: quant}, quant="Q8_0", shards=2)
     spec = build_spec(resolve_model(str(path)), 64)
-    assert what_is_no_number(spec) is None
+    assert first_non_finite(spec) is None
     tensor = spec.tensors[name]
     row_bytes = tensor.byte_count // (tensor.shape[0] if len(tensor.shape) > 1 else 1)
     with open(spec.files[tensor.file].path, "r+b") as file:
         file.seek(tensor.offset + row * row_bytes)
         file.write(np.array([np.nan], np.float32 if quant == "F32" else np.float16).tobytes())
-    monkeypatch.setattr(no_numbers, "PIECE_BYTES", 1000)  # not whole blocks
-    found = what_is_no_number(spec)
+    monkeypatch.setattr(non_finite, "PIECE_BYTES", 1000)  # not whole blocks
+    found = first_non_finite(spec)
     assert found is not None
     assert found.startswith(f"{spec.files[tensor.file].path}: row {row} of tensor {name!r} ({quant})")
 
@@ -58,4 +58,4 @@ def test_a_file_that_was_cut_off_since_is_no_reason_to_stop(tmp_path: Path) -> N
     spec = build_spec(resolve_model(str(path)), 64)
     with open(path, "r+b") as file:
         file.truncate(spec.files[0].byte_count // 2)
-    assert what_is_no_number(spec) is None
+    assert first_non_finite(spec) is None

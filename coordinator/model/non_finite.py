@@ -25,7 +25,7 @@ SCALE_PLACES = {
 Blocks = npt.NDArray[np.uint8]  # [blocks, bytes]
 
 
-def what_is_no_number(spec: ModelSpec) -> str | None:
+def first_non_finite(spec: ModelSpec) -> str | None:
     """The first such tensor and row, in words; None where all values are numbers. Reads all files: seconds a gigabyte.
 
     Raises OSError.
@@ -33,7 +33,7 @@ def what_is_no_number(spec: ModelSpec) -> str | None:
     for tensor in spec.tensors.values():
         first = 0
         for blocks in _pieces(spec, tensor):
-            wrong = ~are_numbers(blocks, tensor.type_name)
+            wrong = ~are_finite(blocks, tensor.type_name)
             if wrong.any():
                 row = (first + int(wrong.argmax())) * block_columns(tensor.type_name) // tensor.shape[-1]
                 return (
@@ -44,7 +44,7 @@ def what_is_no_number(spec: ModelSpec) -> str | None:
     return None
 
 
-def are_numbers(blocks: Blocks, type_name: str) -> npt.NDArray[np.bool_]:
+def are_finite(blocks: Blocks, type_name: str) -> npt.NDArray[np.bool_]:
     """Of each block, whether all its values are finite."""
     if type_name in SCALE_PLACES:
         scales = [blocks[:, place : place + 2].copy().view("<f2") for place in SCALE_PLACES[type_name]]

@@ -11,7 +11,7 @@ from statistics import median
 from ...proto.commands import RunTick
 from ...proto.ids import Layout, Rank, RequestId
 from ...proto.reports import TickFinished
-from .cost_model import BesideCost
+from .cost_model import OverheadCost
 
 RECENT_TICKS = 15
 RECENT_REQUESTS = 5
@@ -20,17 +20,17 @@ MOST_TIMES = 4.0  # as long as what is known: a stall
 
 
 @dataclass(frozen=True, slots=True)
-class TimeBeside:
+class RequestOverhead:
     """Seconds from submission to the last token that were not the ranks' own with chunks, steps or the shift."""
 
     seconds: float
     shifted: bool
 
 
-class BesideRefinement:
+class OverheadRefinement:
     """`cost` is as measured at the start until enough is known."""
 
-    def __init__(self, start: BesideCost) -> None:
+    def __init__(self, start: OverheadCost) -> None:
         self._start = start
         self._requests: deque[float] = deque(maxlen=RECENT_REQUESTS)
         self._shifted: deque[float] = deque(maxlen=RECENT_REQUESTS)  # what more those took that were shifted
@@ -41,8 +41,8 @@ class BesideRefinement:
         self._last_steps: tuple[int, Layout] | None = None  # the last tick of steps alone
 
     @property
-    def cost(self) -> BesideCost:
-        return BesideCost(
+    def cost(self) -> OverheadCost:
+        return OverheadCost(
             _usual(self._requests, self._start.request_seconds),
             _usual(self._shifted, self._start.shift_seconds),
             _usual(self._chunks, self._start.chunk_seconds),
@@ -53,7 +53,7 @@ class BesideRefinement:
         """Work was done that is done once: the request that it was done for, the next to end, says nothing."""
         self._first_run = True
 
-    def request_ended(self, took: TimeBeside) -> None:
+    def request_ended(self, took: RequestOverhead) -> None:
         """A request that had the group to itself."""
         first_run, self._first_run = self._first_run, False
         if first_run:
