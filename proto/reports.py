@@ -1,12 +1,15 @@
 """What the workers tell the coordinator: one frozen class a message, names in the past tense."""
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from .ids import ComputeType, Layout, Rank, RequestId
 from .kv import KvFormat
+
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""What costs are learnt from: a rank's numbers that are none, or below nothing, are refused."""
 
 
 class Report(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -179,15 +182,15 @@ class TickFinished(Report, frozen=True):
     """
 
     sequence: int
-    busy_seconds: float
-    waiting_seconds: float
-    decode_seconds: float
+    busy_seconds: Seconds
+    waiting_seconds: Seconds
+    decode_seconds: Seconds
     tokens: tuple[SampledToken, ...] = ()
     logits: tuple[LogitRows, ...] = ()
     scores: tuple[Scores, ...] = ()
     spans: tuple[Span, ...] = ()
-    between_seconds: float = 0.0
-    moving_seconds: float = 0.0
+    between_seconds: Seconds = 0.0
+    moving_seconds: Seconds = 0.0
     first_runs: int = 0
 
 

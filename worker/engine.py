@@ -112,14 +112,17 @@ class Engine:
         for layers in groups:
             hidden_TD = self._decoder.layers(hidden_TD, layers, Layout.LAYER, segments)
             written()
+        computed = time.monotonic()
         if self._rank < self._last:
-            self._links.pipeline.send(hidden_TD)
+            self._links.pipeline.send(hidden_TD)  # on the CPU it waits where the next stage is two chunks behind
+        held = time.monotonic() - computed
         self._settle()
         finished = time.monotonic()
-        output.busy_seconds += finished - received
-        output.waiting_seconds += received - started
+        output.busy_seconds += max(0.0, finished - received - held)
+        output.waiting_seconds += received - started + held
         output.note(SpanKind.WAIT, started, received, chunk.request, len(chunk.tokens))
-        output.note(SpanKind.CHUNK, received, finished, chunk.request, len(chunk.tokens))
+        output.note(SpanKind.CHUNK, received, finished - held, chunk.request, len(chunk.tokens))
+        output.note(SpanKind.WAIT, finished - held, finished, chunk.request, len(chunk.tokens))
         return hidden_TD
 
     def tensor_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:

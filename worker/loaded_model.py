@@ -180,7 +180,7 @@ class LoadedModel:
         if tick.tensor_chunk is None and not any(tick.chunk_of_stage):
             begun = time.monotonic()
         posting = posted - started if tick.moves else 0.0
-        output.between_seconds = begun - self.tick_ended - posting
+        output.between_seconds = max(0.0, begun - self.tick_ended - posting)
         for batch in tick.decode:
             if batch.layout is Layout.LAYER:
                 self.moving.check_stage()

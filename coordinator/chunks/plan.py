@@ -101,12 +101,13 @@ def plan_chunks(
     limits: Limits,
     decode_seconds: float = 0.0,
     together: bool = False,
+    before_seconds: float = 0.0,
 ) -> ChunkPlan:
     """Chunks for a prompt of `tokens` after `cached` ones. `costs` is one a stage, None if not measured.
 
     One stage: one chunk, capped by the buffers. Each chunk is >= 1 and <= `limits.max_chunk`. `decode_seconds`: of the
     decode step that runs in each tick meanwhile, for requests that are being answered. `together`: the one stage is
-    a group of workers in the tensor layout.
+    a group of workers in the tensor layout. `before_seconds`: of the time that is told, what first chunks do without.
     """
     if tokens < 1 or cached < 0 or stages < 1 or limits.max_chunk < 1:
         raise ValueError(f"no chunks for {tokens} tokens after {cached} over {stages} stages within {limits}")
@@ -119,7 +120,7 @@ def plan_chunks(
         who = "tensor layout: all workers read a chunk together; " if together else "one stage: "
         return replace(plan, reason=who + plan.reason)
     if isinstance(rule, Auto) and costs:
-        return _auto(tokens, cached, costs, limits, decode_seconds, plain)
+        return _auto(tokens, cached, costs, limits, decode_seconds, plain, before_seconds)
     missing = "costs not measured; " if isinstance(rule, Auto) else ""
     reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {plain} tokens over {stages} stages"
     if costs and limits.token_gap_seconds < inf:
@@ -173,8 +174,9 @@ def _fixed(tokens: int, sizes: Sequence[int], max_chunk: int) -> tuple[int, ...]
 
 
 def _auto(
-    tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, decode_seconds: float, plain: int
-) -> ChunkPlan:
+    tokens: int, cached: int, costs: Sequence[ChunkCost], limits: Limits, decode_seconds: float, plain: int,
+    before_seconds: float,
+) -> ChunkPlan:  # fmt: skip
     """The best list that the search finds, and what the plain rule would have taken."""
     task = _task(tokens, cached, costs, limits, decode_seconds)
     chunks, seconds = best_chunks(task)
@@ -183,9 +185,10 @@ def _auto(
     beside = (
         f", {task.decode_seconds * 1e3:.3g} ms of answers in each tick" if task.decode_seconds > 0 else ""
     )
+    told, told_plain = seconds - before_seconds, plain_seconds - before_seconds
     reason = (
         f"least time over {len(task.costs)} stages{beside}: {_count(chunks)}, "
-        f"{seconds:.3g} s predicted (plain rule: {plain} tokens, {plain_seconds:.3g} s)"
+        f"{told:.3g} s predicted (plain rule: {plain} tokens, {told_plain:.3g} s)"
     )
     return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
 

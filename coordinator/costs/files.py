@@ -19,6 +19,7 @@ MAX_FILE_BYTES = 4 << 20
 POSITIVE = "bytes_per_second"  # divides: at least LEAST_SPEED; all other numbers may be 0
 LEAST_SPEED = 1e-3
 MOST = 1e15  # of any number: beyond it no device is, and sums and products of such still have digits
+MOST_OVERHEAD_SECONDS = 1e6  # of what is beside chunks, which is added to each and taken off again
 MOST_RANKS = 64
 
 
@@ -88,8 +89,9 @@ def costs_from_json(table: object) -> Costs:
     _refuse_unknown(table, costs_to_json(costs), "costs")
     for name, value in _numbers(costs_to_json(costs), "costs"):
         least = LEAST_SPEED if name.endswith(POSITIVE) else 0
-        if not least <= value <= MOST:
-            raise InputError(f"{name} must be a number from {least} to {MOST:g}")
+        most = MOST_OVERHEAD_SECONDS if name.startswith("costs.overhead") else MOST
+        if not least <= value <= most:
+            raise InputError(f"{name} must be a number from {least} to {most:g}")
     _check_ranks(costs)
     _check_times(costs)
     return costs

@@ -68,7 +68,8 @@ class OverheadRefinement:
     def chunk_read(self, tick: RunTick, request: RequestId, report: TickFinished) -> None:
         """A rank has read a chunk; only behind another one of that prompt it did not wait for work."""
         if self._last_read.get(report.rank) == (tick.sequence - 1, request):
-            self._chunks.append(report.between_seconds)
+            most = MOST_TIMES * self.cost.chunk_seconds or report.between_seconds
+            self._chunks.append(min(report.between_seconds, most))
         self._last_read[report.rank] = tick.sequence, request
 
     def steps_run(self, tick: RunTick, reports: Sequence[TickFinished]) -> None:

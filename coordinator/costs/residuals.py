@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .cost_model import ChunkCost, StepCost
 from .measuring import Measurement
 
+WORST_FIT = "worst_fit"  # a kept file's fact that is none of the group's: how far its costs were off where measured
 MOST_OFF_FIT = 0.25  # of a measured time: beyond it costs say little of work at other points
 
 

@@ -14,6 +14,7 @@ from ...proto.model import ModelSpec, TensorInfo
 from ...proto.placement.quant_blocks import block_columns, file_bytes
 
 PIECE_BYTES = 8 << 20
+ROW_VALUES = 1 << 18  # decoded at once
 
 # Where in a block its f16 scales lie. Of other types whole blocks are decoded, which takes some ten times as long.
 SCALE_PLACES = {
@@ -49,8 +50,15 @@ def are_finite(blocks: Blocks, type_name: str) -> npt.NDArray[np.bool_]:
     if type_name in SCALE_PLACES:
         scales = [blocks[:, place : place + 2].copy().view("<f2") for place in SCALE_PLACES[type_name]]
         return np.asarray(np.isfinite(np.concatenate(scales, axis=1)).all(axis=1))
-    with np.errstate(all="ignore"):
-        return np.asarray(np.isfinite(dequantize(blocks, GGMLQuantizationType[type_name])).all(axis=1))
+    columns, kind = block_columns(type_name), GGMLQuantizationType[type_name]
+    found = np.empty(len(blocks), dtype=np.bool_)
+    step = max(1, ROW_VALUES // columns)
+    for first in range(0, len(blocks), step):  # many blocks as one row: the library goes row by row in Python
+        some = blocks[first : first + step]
+        with np.errstate(all="ignore"):
+            values = dequantize(some.reshape(1, -1), kind)
+        found[first : first + step] = np.isfinite(values).reshape(len(some), columns).all(axis=1)
+    return found
 
 
 def _pieces(spec: ModelSpec, tensor: TensorInfo) -> Iterator[Blocks]:

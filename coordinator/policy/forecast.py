@@ -69,8 +69,9 @@ def chunk_plans(
     rest = task.prompt_tokens - cached
     beside = (costs and step_seconds(task, costs, None)) or 0.0
     stages = {layout: stages_with_overhead(costs, layout) if costs else () for layout in layouts}
+    before = len(stages.get(Layout.LAYER, ())) * costs.overhead.chunk_seconds if costs else 0.0
     return {
-        layout: plan_chunks(rest, cached, ranks, rule, stages[layout] or None, limits, beside)
+        layout: plan_chunks(rest, cached, ranks, rule, stages[layout] or None, limits, beside, before_seconds=before)
         if layout is Layout.LAYER
         else plan_chunks(rest, cached, 1, rule, stages[layout] or None, limits, beside, together=ranks > 1)
         for layout in layouts

@@ -61,7 +61,8 @@ class Outlook:
     def tokens_per_second(self, journey: Journey) -> float:
         """Prompt and answer tokens of all requests over the whole time."""
         tokens = self.task.requests * (self.task.prompt_tokens + self.task.steps + 1)
-        return tokens / self.forecasts[journey].seconds
+        seconds = self.forecasts[journey].seconds
+        return tokens / seconds if seconds > 0 else 0.0
 
 
 def look_ahead(
@@ -131,15 +132,15 @@ def bars(task: Task, costs: Costs, choice: Choice, forecast: Forecast | None) ->
     rows = stage_rows(task, costs, choice.prefill, choice.chunk_plan.chunks)
     if not rows:
         return ()
-    ranks = len(costs.stages)
+    ranks, overhead = len(costs.stages), costs.overhead.chunk_seconds
     begin = forecast.constant + forecast.back if forecast else 0.0
     made: list[Bar] = []
     ended = [begin] * len(rows[0])
     for stage, row in enumerate(rows):
         free = begin
-        for chunk, seconds in enumerate(row):
-            start = max(free, ended[chunk])
-            free = ended[chunk] = start + seconds
+        for chunk, seconds in enumerate(row):  # beside its first chunk a stage does nothing else
+            start = max(free + (overhead if chunk else 0.0), ended[chunk])
+            free = ended[chunk] = start + seconds - overhead
             workers = (stage,) if choice.prefill is Layout.LAYER else range(ranks)
             made += [Bar(rank, start, free, chunk, chunk + stage) for rank in workers]
     if forecast is not None and task.steps:

@@ -107,7 +107,8 @@ def _link_table(found: Measurement) -> "Table":
     from rich.table import Table
 
     costs = found.costs
-    table = Table("links and shifts", "", title_justify="left")
+    beside = "what is beside (reckoned until real requests are known)"
+    table = Table(f"links, shifts, and {beside}", "", title_justify="left")
     for name, link in (("between ranks", costs.link), ("from host memory", costs.host_link)):
         if link is not None:
             speed = f"{link.bytes_per_second / 1e9:,.3g} GB/s, {link.seconds_per_transfer * 1e6:,.3g} µs a transfer"
@@ -121,6 +122,8 @@ def _link_table(found: Measurement) -> "Table":
             )
     overhead = costs.overhead
     table.add_row("a request, beside chunks and steps", f"{overhead.request_seconds * 1e3:,.3g} ms")
+    if found.placement.ranks > 1:
+        table.add_row("once more where it is shifted", f"{overhead.shift_seconds * 1e3:,.3g} ms")
     table.add_row("beside a chunk", f"{overhead.chunk_seconds * 1e3:,.3g} ms")
     table.add_row("beside a decode step", f"{overhead.step_seconds * 1e3:,.3g} ms")
     return table

@@ -55,9 +55,9 @@ def calibrate(
     """
     arguments = locals()
     from ...coordinator.costs.files import write_costs
-    from ...coordinator.costs.residuals import told_fit, worst_fit
+    from ...coordinator.costs.residuals import WORST_FIT, told_fit, worst_fit
     from ..bench.calibration import calibration_facts, calibration_tables
-    from ..start.cost_cache import WORST_FIT, cost_facts, cost_path, is_better_kept, keep_costs
+    from ..start.cost_cache import cost_facts, cost_path, is_better_kept, keep_costs
     from ..start.session_setup import open_model, open_session, wish_context
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))

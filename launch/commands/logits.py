@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...proto.errors import InputError
+from ...proto.errors import InputError, RequestFailedError
 from ..console import note, warn
 from ..prompts import PromptTokens, prompt_tokens
 from ..settings import flags
@@ -92,11 +92,23 @@ def logits(
             layouts.decode,
             layouts.chunk_rule,
         )
+        refuse_non_finite(rows)
     if result.warning is not None:
         warn(result.warning)
     _write(target, rows)
     used = f"prompt in the {result.prefill.layout} layout, the rest in {result.decode.layout}"
     note(f"{target}: f32 {list(rows.shape)}, {used}")
+
+
+def refuse_non_finite(rows: "npt.NDArray[np.float32]") -> None:
+    """RequestFailedError where a row's greatest value is none."""
+    import numpy as np
+
+    wrong = ~np.isfinite(rows.max(axis=1))
+    if wrong.any():
+        first = int(wrong.argmax())
+        told = f"those of {int(wrong.sum())} positions, {first} the first"
+        raise RequestFailedError(f"the logits are not numbers: {told}")
 
 
 def _write(target: Path, rows: "npt.NDArray[np.float32]") -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...coordinator.chunks.plan import ChunkPlan
+from ...coordinator.costs.residuals import WORST_FIT, told_fit
 from ...coordinator.fit.memory import RankMemory
 from ...coordinator.policy.outlook import BreakEven, Outlook
 from ...coordinator.policy.policy import Journey, told_forecasts
@@ -38,6 +39,12 @@ class PlanFacts:
     def far_beyond(self) -> str:
         """What is to be told where chunks are planned that are much longer than any timed; empty: nothing."""
         return timed_chunks(self.costs_facts).told_beside(max(self.outlook.choice.chunk_plan.chunks, default=0))
+
+    @property
+    def bad_fit(self) -> str:
+        """What is to be told where kept costs were far off even where they were measured; empty: nothing."""
+        off = self.costs_facts.get(WORST_FIT)
+        return told_fit(off) if isinstance(off, int | float) else ""
 
     @property
     def walls(self) -> tuple[ComparedWall, ...]:
@@ -114,6 +121,7 @@ def _heading(plan: PlanFacts) -> list[str]:
         f"{model or 'a model'} on {on}: {many}{prompt}, {answer}{' each' if many else ''}",
         f"costs: {plan.costs_from}",
         *([f"these costs were {plan.far_beyond}"] if plan.far_beyond else []),
+        *([f"warning: {plan.bad_fit}"] if plan.bad_fit else []),
     ]
 
 

@@ -15,7 +15,7 @@ from ...coordinator.costs.cost_model import Costs
 from ...coordinator.costs.files import read_cost_file, write_costs
 from ...coordinator.costs.measuring import times_as_long
 from ...coordinator.costs.measuring_plan import MeasuringPlan
-from ...coordinator.costs.residuals import MOST_OFF_FIT, told_fit, worst_fit
+from ...coordinator.costs.residuals import MOST_OFF_FIT, WORST_FIT, told_fit, worst_fit
 from ...coordinator.driver import Driver
 from ...coordinator.group.load_result import LoadResult
 from ...proto.codec import PROTOCOL_VERSION
@@ -38,9 +38,10 @@ MEASURED = 2  # with what is beside chunks and steps, and the tokens' lookup
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 
 MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
+MOST_OVERHEAD = 10.0  # times what a chunk is found to take beside its work
+LEAST_TOLD_OVERHEAD = 5e-3  # seconds that no stall is needed for
 MOST_BUSY = 100.0  # times as slow: no other work does that, the costs are wrong
 
-WORST_FIT = "worst_fit"  # a kept file's fact that is none of the group's: how far its costs were off where measured
 
 Facts = dict[str, object]
 
@@ -108,6 +109,12 @@ def still_holds(kept: Costs, driver: Driver) -> bool:
     if len(kept.stages) != len(found.costs.stages):
         workers = f"{len(kept.stages)} worker{'' if len(kept.stages) == 1 else 's'}"
         note(f"measuring anew: the costs known from before are of {workers}")
+        return False
+    known, now = kept.overhead.chunk_seconds, found.costs.overhead.chunk_seconds
+    if known > max(MOST_OVERHEAD * now, LEAST_TOLD_OVERHEAD):
+        # Prompts would be read in one chunk each, of which nothing is learnt.
+        said = f"the costs known from before say {known * 1e3:.3g} ms beside a chunk"
+        note(f"measuring anew: {said}, now it is {now * 1e3:.3g}")
         return False
     ratios = times_as_long(found, kept)
     least, most = min(ratios, default=1.0), max(ratios, default=1.0)

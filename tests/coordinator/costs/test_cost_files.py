@@ -88,6 +88,7 @@ def changed(change: Callable[[Any], object]) -> Any:
         (lambda t: t["stages"][0].update(per_chunk=float("inf")), r"costs.stages\[0\].per_chunk must be a number"),
         (lambda t: t["stages"][0].update(per_chunk=10**400), r"costs.stages\[0\].per_chunk: number out of range"),
         (lambda t: t.update(speed=1), "no field costs.speed"),
+        (lambda t: t["overhead"].update(chunk_seconds=1e7), r"costs.overhead.chunk_seconds must be .* to 1e\+06"),
         (lambda t: t["link"].update(bytes_per_second=0), "costs.link.bytes_per_second must be .* from 0.001"),
         (lambda t: t["stages"][0].update(per_token=1e308), r"stages\[0\].per_token must be a number .* to 1e\+15"),
         (lambda t: t["decode_layer"].update(seconds_of_batch=[[1, 1], [10**400, 1]]), "seconds_of_batch.* to 1e"),

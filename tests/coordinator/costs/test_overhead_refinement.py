@@ -73,6 +73,14 @@ def test_between_two_chunks_of_a_prompt_is_what_a_chunk_takes_beside() -> None:
     assert now(known).request_seconds == START.request_seconds
 
 
+def test_a_stall_throughout_a_prompt_is_not_believed_whole() -> None:
+    """Else prompts would be read in one chunk each from then on, of which nothing is learnt."""
+    known = known_costs()
+    for sequence in range(6):
+        read(known, sequence, 0.5)
+    assert now(known).chunk_seconds <= 4 * 4 * START.chunk_seconds
+
+
 def test_what_is_before_a_prompt_is_not_beside_its_chunks() -> None:
     known = known_costs()
     for sequence in range(0, 20, 2):  # no two of them in ticks behind one another

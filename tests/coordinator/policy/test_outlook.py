@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gearshift.coordinator.chunks.plan import Fixed, Limits
-from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, ShiftCost, StepCost
+from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, OverheadCost, ShiftCost, StepCost
 from gearshift.coordinator.policy.forecast import Task
 from gearshift.coordinator.policy.outlook import Outlook, look_ahead
 from gearshift.proto.ids import Layout
@@ -61,10 +61,11 @@ def test_depth_is_part_of_a_break_even() -> None:
     assert deep.tokens * (0.28 + 0.5e-3 * deep.tokens) == pytest.approx(10.0, rel=0.01)
 
 
-def test_bars_end_where_the_forecast_does() -> None:
+@pytest.mark.parametrize("overhead", [OverheadCost(), OverheadCost(0.5, 0.125, 0.25)])
+def test_bars_end_where_the_forecast_does(overhead: OverheadCost) -> None:
     for prefill in Layout:
         for decode in Layout:
-            outlook = plan(prefill=prefill, decode=decode)
+            outlook = plan(costs=replace(COSTS, overhead=overhead), prefill=prefill, decode=decode)
             assert max(bar.end for bar in outlook.bars) == pytest.approx(
                 outlook.forecasts[prefill, decode].seconds
             )

@@ -78,6 +78,16 @@ def test_a_plan_tells_the_constant_part_where_the_costs_know_it(
     assert "constant," in capsys.readouterr().out
 
 
+def test_costs_that_did_not_fit_where_they_were_measured_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    for off, told in ((2.74, True), (0.1, False)):
+        write_costs(path, COSTS, {"devices": ["cpu", "cpu"], "worst_fit": off})
+        assert run_command(["plan", "--costs", str(path), *WORDS]) == 0
+        assert ("warning: the costs are off by up to 274%" in capsys.readouterr().out) is told
+
+
 def test_chunks_much_longer_than_those_timed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
     write_costs(path, COSTS, {"devices": ["cpu", "cpu"], "points": {"chunks": [[0, 1], [0, 2]]}})
