@@ -264,10 +264,17 @@ def ways_to_fit(
     told = set()
     for flag, changed in _changes(case, pools, wish, remake):
         name = flag if flag.startswith("--residency") else flag.split()[0]
-        if name not in told and not shortfalls(changed.memory(wish.tokens), pools):
+        if name not in told and _fits(changed, pools, wish):
             told.add(name)  # the mildest change of a kind is enough
             yield flag
     yield from _budget_flags(shortfalls(case.memory(wish.tokens), pools))
+
+
+def _fits(case: FitCase, pools: Sequence[Pool], wish: ContextWish) -> bool:
+    """As it stands, or with keys and values held for one layout at a time, as a start would have it next."""
+    shifts = any(prefill is not decode for prefill, decode in case.journeys)
+    ways = (case, replace(case, in_place=True)) if shifts else (case,)
+    return any(not shortfalls(one.memory(wish.tokens), pools) for one in ways)
 
 
 def _budget_flags(short: Sequence[Shortfall]) -> Iterator[str]:

@@ -281,6 +281,15 @@ def test_every_way_to_fit_that_is_told_does_fit() -> None:
     assert any(one.startswith("--prefill layer --decode layer") for one in found)
 
 
+def test_a_way_counts_what_a_start_would_give_up_by_itself() -> None:
+    """bf16 alone does not do, but with keys and values for one layout at a time, which nobody has to ask for."""
+    smaller = replace(CASE, holding=Holding.BF16)
+    budgets = tight_pools(replace(smaller, in_place=True), 4096)
+    assert shortfalls(smaller.memory(4096), budgets)
+    assert shortfalls(replace(CASE, in_place=True).memory(4096), budgets)
+    assert "--compute-type bf16" in list(ways_to_fit(CASE, budgets, ContextWish(4096, asked=True), remake))
+
+
 def test_uneven_room_is_answered_by_shares() -> None:
     equal = CASE.memory(1024)
     room = (pool_of(0, round(equal[0].peak_bytes * 1.35)), pool_of(1, round(equal[1].peak_bytes * 0.85)))
