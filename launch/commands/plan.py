@@ -130,6 +130,8 @@ def plan(
         found = costs_of_file(Path(costs), workers, max_chunk)
     else:
         raise InputError("give a MODEL, or measured costs by --costs")
+    if found.planned is not None:  # as a run would end it; where the model does not fit nothing is known of it
+        answer = min(answer, max(1, found.planned.context_tokens - prompt_tokens + 1))
     _refuse_many_chunks(prompt_tokens, found, layouts)
     facts = _plan(found, Task(prompt_tokens, answer - 1, requests=requests), layouts, shift_seconds)
     if as_json:

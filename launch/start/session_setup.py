@@ -101,7 +101,8 @@ def wish_context(asked: int | None, prompt: int, answer: int | None, trained: in
     room = limit - prompt + 1  # the last token written is never fed: it needs no cell
     if answer is not None and answer > room:
         held = f"{room} token{'' if room == 1 else 's'} of answer, not {answer}"
-        warn(f"behind a prompt of {prompt} tokens a context of {limit} holds {held}")
+        many = "a token" if prompt == 1 else f"{prompt} tokens"
+        warn(f"behind a prompt of {many} a context of {limit} holds {held}")
     if asked is not None:
         return ContextWish(asked, asked=True)
     usual = min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
