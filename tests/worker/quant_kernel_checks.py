@@ -64,7 +64,7 @@ def check(type_name: str, rows: int, columns: int, batch: int, seed: int) -> dic
 def check_pieces(rows: int, columns: int, room_rows: int) -> dict[str, Any]:
     """Two matrices through a workspace that has room for some rows of one; the greatest piece in rows beside it."""
     workspace = quant_matrix.Workspace(DEVICE, torch.bfloat16)
-    workspace.fix(room_rows * columns)
+    workspace.fix(room_rows * columns, rows)
     planes = [from_gguf("Q8_0", torch.from_numpy(random_rows("Q8_0", rows, columns, 5 + n)).to(DEVICE)) for n in (0, 1)]
     matrices = [quant_matrix.QuantMatrix([each], 0, columns, 0, workspace) for each in planes]
     dense = [dequantize(each).bfloat16().double() for each in planes]
