@@ -112,17 +112,20 @@ class Engine:
         for layers in groups:
             hidden_TD = self._decoder.layers(hidden_TD, layers, Layout.LAYER, segments)
             written()
-        computed = time.monotonic()
+        # The device is at the layers while a send is issued. The CPU is done with them, and a send waits where the next
+        # stage is two chunks behind.
+        computed = time.monotonic() if self._device.type == "cpu" else None
         if self._rank < self._last:
-            self._links.pipeline.send(hidden_TD)  # on the CPU it waits where the next stage is two chunks behind
-        held = time.monotonic() - computed
+            self._links.pipeline.send(hidden_TD)
         self._settle()
-        finished = time.monotonic()
-        output.busy_seconds += max(0.0, finished - received - held)
-        output.waiting_seconds += received - started + held
+        sent = time.monotonic()
+        finished = sent if computed is None else computed
+        output.busy_seconds += finished - received
+        output.waiting_seconds += received - started + sent - finished
         output.note(SpanKind.WAIT, started, received, chunk.request, len(chunk.tokens))
-        output.note(SpanKind.CHUNK, received, finished - held, chunk.request, len(chunk.tokens))
-        output.note(SpanKind.WAIT, finished - held, finished, chunk.request, len(chunk.tokens))
+        output.note(SpanKind.CHUNK, received, finished, chunk.request, len(chunk.tokens))
+        if sent > finished:
+            output.note(SpanKind.WAIT, finished, sent, chunk.request, len(chunk.tokens))
         return hidden_TD
 
     def tensor_chunk(self, chunk: Chunk, output: TickOutput) -> Tensor:
