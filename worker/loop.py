@@ -109,8 +109,10 @@ def run(
 
 def _import_ahead() -> None:
     """What a GPU's model takes, Triton among it, while ranks wait for each other and for their links."""
-    with suppress(ImportError):  # whoever needs it says what is missing
+    with suppress(ImportError, OSError, AttributeError):  # whoever needs it says what is missing
         importlib.import_module(f"{__package__}.device_model")
+        # Before its first kernel Triton reads all of itself, 400 MB, for a number that its cache goes by.
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 class TicksUnderWay:

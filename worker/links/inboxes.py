@@ -69,16 +69,22 @@ class _Ranks(RanksOfGroup):
 def _on_devices(words: int, ranks: _Ranks) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric  # private, and only here
 
-    device = ranks.device
-    mine = ranks.together("memory", lambda: symmetric.empty(words, dtype=torch.int32, device=device).zero_())
+    mine = ranks.together("memory", lambda: _symmetric(words, ranks.device))
     if mine is None:
         raise RuntimeError("inboxes: not all ranks can have them on their devices")
     assert dist.group.WORLD is not None
     handle = symmetric.rendezvous(mine, dist.group.WORLD.group_name)  # through the group's store
     views = [handle.get_buffer(peer, (words,), torch.int32) for peer in range(ranks.size)]
     _prove(views, ranks)
-    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
+    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=ranks.device)
     return Inboxes(addresses, False, (mine, handle, views))
+
+
+def _symmetric(words: int, device: torch.device) -> Tensor:
+    """What its `empty` would give, which for the strides of one dimension imports sympy: 1.8 s of a start."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, device).zero_()
 
 
 def _on_host(words: int, ranks: _Ranks, group: str) -> Inboxes:
