@@ -275,9 +275,9 @@ class KvHashed(Report, frozen=True):
 class MemoryReported(Report, frozen=True):
     """Bytes: what the plan says, tracked allocations at their peak, and the process's anonymous memory.
 
-    `planned_bytes` are weights and KV, which is what is tracked. On a card also what its driver says is free now
-    (`torch.cuda.mem_get_info`; `Hello.free_bytes` less it is what this process holds there) and the most that torch's
-    allocator has reserved; 0 on the CPU.
+    `planned_bytes` are weights and KV, which is what is tracked. On a card also what its driver had free
+    (`torch.cuda.mem_get_info`; `Hello.free_bytes` less it is what this process held there) when torch's allocator had
+    reserved the most, and that most; 0 on the CPU.
     """
 
     planned_bytes: int

@@ -49,7 +49,7 @@ def device_parts(
         spec, weights, kv, stage_of_layer, dtype, device, links.tensor.all_reduce, links.tensor.sum_in_place,
         embedding,
     )
-    return_unused(device)  # what sorting the file's bytes took
+    return_unused(device)  # what sorting the embedding took
     able = decoder.fused, can_step(spec, decoder), can_step_in_layers(spec, decoder, placement.stages[rank])
     here = torch.tensor([float(each) for each in able], device=device)
     fused, tensor, layer = (int(count) == placement.ranks for count in links.tensor.all_reduce(here).tolist())

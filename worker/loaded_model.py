@@ -29,7 +29,7 @@ from .costs import CostMeter
 from .engine import Engine, StepsBegun, TickOutput, finished_chunk
 from .faults import FaultHooks
 from .kv import KvStore
-from .memory import MemoryLedger, anonymous_bytes, device_free_bytes, device_reserved_bytes, return_unused
+from .memory import MemoryLedger, anonymous_bytes, device_reserved_bytes, least_free_bytes, return_unused
 from .model.decoder import Decoder
 from .moves import MovesUnderWay
 from .penalties import DevicePenalties
@@ -125,7 +125,7 @@ class LoadedModel:
             case ReportMemory():
                 return MemoryReported(
                     self.rank, self.planned_bytes, self.ledger.peak_bytes, anonymous_bytes(),
-                    device_free_bytes(self.device), device_reserved_bytes(self.device),
+                    least_free_bytes(self.device), device_reserved_bytes(self.device),
                 )  # fmt: skip
             case MeasureCosts():
                 measured = self.costs.measure(command)

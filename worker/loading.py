@@ -22,7 +22,7 @@ from .faults import FaultHooks
 from .kv import KvStore
 from .links.open import Links
 from .loaded_model import LoadedModel
-from .memory import MemoryLedger, usable_bytes
+from .memory import MemoryLedger, return_unused, usable_bytes
 from .model.decoder import Decoder
 from .model.slowed_decoder import SlowedDecoder
 from .model.steps import Embed, StageSteps, Steps
@@ -68,6 +68,7 @@ def load_model(
     if loader.quantised is not None:
         loader.quantised.compile_ahead(loader.matrix_cuts(), rank, placement.ranks)
     weights = loader.load()
+    return_unused(device)  # what sorting the file's bytes took, before keys and values need it
     ways = {to: migration(spec, placement, to, holding) for to in Layout}
     store: PartStore = DenseStore(spec, placement, loader, weights, dtype, device, ledger)
     if loader.quantised is not None and placement.migrating:

@@ -74,6 +74,14 @@ def device_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
+def least_free_bytes(device: torch.device) -> int:
+    """What was free when torch's allocator had most of it, which it gives back before a capture; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return device_free_bytes(device) - given_back
+
+
 def usable_bytes(device: torch.device) -> int:
     """What this process could still allocate: what is free, and what torch's allocator has and does not use."""
     if device.type != "cuda":

@@ -52,9 +52,10 @@ class MemoryWish:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What a rank's process was planned to hold of its device at its peak, and what it holds now.
+    """What a rank's process was planned to hold of its device at its peak, and what it held.
 
-    `held_bytes`: what a card's driver has less than before the process came; on the CPU its anonymous memory.
+    `held_bytes`: what a card's driver had less at that peak than before the process came; on the CPU the anonymous
+    memory that the process has now.
     """
 
     planned_bytes: int
