@@ -5,10 +5,10 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from gearshift.proto.ids import ComputeType
+from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.device_rows import BLOCKS, PLANES, device_row_bytes, has_planes
-from gearshift.proto.placement.device_slack import lost_bytes, slack_bytes
+from gearshift.proto.placement.device_slack import lost_bytes, packed_bytes, slack_bytes
 from gearshift.proto.placement.memory import (
     Holding,
     embedding_bytes,
@@ -103,8 +103,15 @@ def test_large_tensors_lose_the_rest_of_their_last_piece_where_it_is_too_small_t
     assert lost_bytes(11 * MEBIBYTE) == MEBIBYTE
     assert lost_bytes(11 * MEBIBYTE + 1) == MEBIBYTE - 1
     assert lost_bytes(11 * MEBIBYTE - 1) == 0  # above 1 MiB: split off and used
-    small = model_spec([layer_spec(8, 2, 256)] * 4, types="Q8_0")
-    assert slack_bytes(small, place(small, 2), 0) == 0
-    # 5120 x 5120 in F16 is 50 MiB, held as one tensor for each of q, k and v; halves are 25 MiB: 1 MiB is lost.
+
+
+def test_matrices_that_stay_lose_the_rest_of_one_piece_and_those_that_migrate_the_rest_of_each() -> None:
+    # 5120 x 5120 in F16 is 50 MiB, held as one tensor for each of q, k and v: halves are 25 MiB. The others are small.
     large = model_spec([layer_spec(64, 64, 64, key_width=80)], hidden=5120, vocab=8, types="F16")
-    assert slack_bytes(large, place(large, 2, layer_cuts=(1,)), 1) == 4 * MEBIBYTE
+    head, forward = 8 // 2 * 5120 * 2, 3 * 64 // 2 * 5120 * 2
+    placement = place(large, 2, layer_cuts=(1,))
+    assert packed_bytes(large, placement, 1) == 4 * 25 * MEBIBYTE + forward + head
+    assert slack_bytes(large, placement, 1) == 2 * MEBIBYTE - forward - head
+    migrating = place(large, 2, layer_cuts=(1,), migrating_layers=frozenset({0}))
+    assert packed_bytes(large, migrating, 1) == head
+    assert slack_bytes(large, migrating, 1, Layout.TENSOR) == 4 * MEBIBYTE + 2 * MEBIBYTE - head

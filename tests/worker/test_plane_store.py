@@ -16,6 +16,7 @@ from gearshift.proto.ids import Layout, Rank, WeightSource
 from gearshift.proto.model import ModelSpec
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.device_rows import has_blocks
+from gearshift.proto.placement.device_slack import ALIGNMENT_BYTES, packed_bytes
 from gearshift.proto.placement.memory import Holding, held_bytes
 from gearshift.proto.placement.migration import migration, transfers
 from gearshift.proto.placement.plan import Placement
@@ -32,7 +33,8 @@ from gearshift.worker.weights.layer import MATRIX_FIELDS, PartWeights
 from gearshift.worker.weights.load import Cut, WeightLoader
 from gearshift.worker.weights.mapped_file import MappedModel
 from gearshift.worker.weights.moving import MovingParts
-from gearshift.worker.weights.plane_bytes import ALIGNMENT_BYTES, Piece, plan_part, stacked, tensors_of
+from gearshift.worker.weights.packed import PackedRun
+from gearshift.worker.weights.plane_bytes import Piece, plan_part, stacked, tensors_of
 from gearshift.worker.weights.plane_store import PlaneStore
 
 CPU = torch.device("cpu")
@@ -58,7 +60,7 @@ class PieceMatrix:
 class PlaneLoader(WeightLoader):
     """Matrices in planes and blocks, made as a GPU's loader makes them."""
 
-    def _matrix(self, cuts: list[Cut]) -> AnyMatrix:
+    def _matrix(self, cuts: list[Cut], stays: bool) -> AnyMatrix:
         first = cuts[0][1]
         pieces: list[Piece] = []
         for tensor, cut in cuts:
@@ -179,6 +181,29 @@ def test_parts_keep_their_address_and_their_bits_through_round_trips(
                 for part in placement.parts_held(layer, rank, to):
                     assert equal(one.part(layer, part), both[rank].part(layer, part)), (rank, layer, part)
             assert addresses(one) == at_first[rank]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_matrices_that_stay_fill_their_run_to_the_last_byte_and_keep_their_bits(tmp_path: Path, name: str) -> None:
+    spec = build_spec(resolve_model(str(build_model(tmp_path / "model.gguf", **MODELS[name]))))  # type: ignore[arg-type]
+    for migrating in (frozenset[int](), frozenset({1, 2})):
+        placement = place(spec, 2, migrating_layers=migrating)
+        for rank in range(2):
+            weights = OneRank(spec, placement, rank).weights
+            pieces = list(weights.head.pieces)  # type: ignore[attr-defined]
+            for layer in {0, 1, 2, 3} - migrating:
+                held = placement.parts_held(layer, rank)
+                parts = [part for part in weights.layers[layer].parts if part.part in held]
+                pieces += [piece for part in parts for field in MATRIX_FIELDS for piece in getattr(part, field).pieces]
+            run = PackedRun(packed_bytes(spec, placement, rank), CPU)
+            for piece in pieces:
+                packed = run.take_in(piece)
+                for before, after in zip(tensors_of(piece), tensors_of(packed), strict=True):
+                    assert before.dtype == after.dtype
+                    assert torch.equal(before, after)
+                    assert not before.numel() or before.data_ptr() != after.data_ptr()
+            assert run.free_bytes == 0
+            assert run.take_in(pieces[0]) is pieces[0], "what has no room stays where it is"
 
 
 def exchange(spec: ModelSpec, placement: Placement, group: list[OneRank], to: Layout) -> None:

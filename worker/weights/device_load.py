@@ -21,6 +21,7 @@ from ..kernels.quant_matrix import EmbeddingTable, QuantMatrix, Workspace
 from ..kernels.quant_planes import FORMATS, Piece, has_planes, sort_by_rows
 from .load import Cut
 from .mapped_file import MappedModel
+from .packed import PackedRun
 from .plane_bytes import stacked, stacked_pieces
 from .readers import Readers, ReadRows
 
@@ -67,6 +68,11 @@ class DeviceLoader:
         self._readers = Readers(min(MOST_READERS, torch.get_num_threads()))
         self._uploader = Uploader(device, self._readers)
         self.workspace = Workspace(device, dtype)
+        self._run = PackedRun(0, device)
+
+    def set_aside(self, byte_count: int) -> None:
+        """Memory for all matrices that stay."""
+        self._run = PackedRun(byte_count, self._device)
 
     def compile_ahead(self, matrices: Iterable[list[Cut]], rank: int, ranks: int) -> None:
         """Begin to compile what these will be multiplied by, while they are read."""
@@ -81,8 +87,8 @@ class DeviceLoader:
         more = block_ops.sources_of(blocks, self.workspace.dtype, self._exact)
         batch_kernels.compile_ahead(together, rank, ranks, self._device, more)
 
-    def matrix(self, cuts: list[Cut], note: Callable[[int], None]) -> QuantMatrix:
-        """The cuts below one another. Float types are held in the compute type."""
+    def matrix(self, cuts: list[Cut], note: Callable[[int], None], stays: bool) -> QuantMatrix:
+        """The cuts below one another. Float types are held in the compute type. `stays`: for life, so it is packed."""
         first_cut = cuts[0][1]
         lead = first_cut.owned.first - first_cut.held.first
         tail = first_cut.held.end - first_cut.owned.end
@@ -97,6 +103,8 @@ class DeviceLoader:
             else:
                 pieces.append(piece)
             note(cut_bytes(tensor, cut))
+        if stays:
+            pieces = [self._run.take_in(piece) for piece in pieces]
         return QuantMatrix(pieces, lead, len(first_cut.owned), tail, self.workspace, self._exact)
 
     def of_pieces(self, pieces: list[Piece], lead: int, columns: int, tail: int) -> QuantMatrix:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...proto.model import ModelSpec, TensorInfo
+from ...proto.placement.device_slack import packed_bytes
 from ...proto.placement.plan import Placement
 from ...proto.placement.slices import TensorSlice, head_slice, layer_slice
 from ..kernels.matrix import AbsentMatrix, AnyMatrix, Matrix
@@ -54,10 +55,12 @@ class WeightLoader:
 
     def load(self) -> Weights:
         factor_names = {layer.rope.factors_tensor for layer in self._spec.layers}
+        if self._device_loader is not None:
+            self._device_loader.set_aside(packed_bytes(self._spec, self._placement, self._rank))
         weights = Weights(
             layers=[self._layer(layer) for layer in range(len(self._spec.layers))],
             output_norm=self._vector(self._spec.tensors["output_norm.weight"]),
-            head=self._matrix([self._head_cut()]),
+            head=self._matrix([self._head_cut()], stays=True),
             rope_factors={name: self._vector(self._spec.tensors[name]) for name in factor_names if name is not None},
         )
         return_freed_memory()
@@ -100,7 +103,8 @@ class WeightLoader:
         """A part, read from the files."""
         has_bias = self._spec.layer_tensor(layer, "attn_q.bias") is not None
         bias = self._biases(layer, QKV, part) if has_bias else None
-        matrices = {field: self._matrix(cuts) for field, cuts in self.cuts(layer, part).items()}
+        stays = layer not in self._placement.migrating
+        matrices = {field: self._matrix(cuts, stays) for field, cuts in self.cuts(layer, part).items()}
         return filled(self.absent_part(layer, part), bias, matrices)
 
     def absent_part(self, layer: int, part: int) -> PartWeights:
@@ -132,10 +136,13 @@ class WeightLoader:
     def _cut(self, layer: int, name: str, part: int) -> Cut:
         return self._spec.tensors[f"blk.{layer}.{name}"], layer_slice(self._spec, self._placement, layer, name, part)
 
-    def _matrix(self, cuts: list[Cut]) -> AnyMatrix:
-        """The cuts below one another as one [rows, columns] matrix: quantised on a GPU, else in the compute type."""
+    def _matrix(self, cuts: list[Cut], stays: bool) -> AnyMatrix:
+        """The cuts below one another as one [rows, columns] matrix: quantised on a GPU, else in the compute type.
+
+        `stays`: for as long as the model.
+        """
         if self._device_loader is not None:
-            quantised = self._device_loader.matrix(cuts, self._note)
+            quantised = self._device_loader.matrix(cuts, self._note, stays)
             self._ledger.track("weights", quantised.byte_count)
             return quantised
         rows = sum(len(cut.rows) for _, cut in cuts)

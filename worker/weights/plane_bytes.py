@@ -13,11 +13,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from ...proto.placement.device_rows import has_blocks
+from ...proto.placement.device_slack import aligned
 from ..kernels.block_types import BLOCK_FORMATS, Blocks, stack_blocks
 from ..kernels.quant_planes import FORMATS, Piece, Planes, from_gguf, has_planes, stack
 from .load import Cut
-
-ALIGNMENT_BYTES = 256  # as the allocator has it: kernels read in long words
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def plan_part(
     bias = None
     if bias_rows is not None:
         bias = Place((bias_rows,), torch.float32, 0)
-        end = _aligned(bias.end_byte)
+        end = aligned(bias.end_byte)
     matrices = {}
     for field, of_field in cuts.items():
         pieces = []
@@ -96,7 +95,7 @@ def plan_part(
             places = []
             for shape, dtype in _tensor_shapes(type_name, rows, columns, dense_type):
                 places.append(Place(shape, dtype, end))
-                end = _aligned(places[-1].end_byte)
+                end = aligned(places[-1].end_byte)
             pieces.append(PiecePlan(type_name, rows, columns, tuple(places)))
         matrices[field] = tuple(pieces)
     return PartPlan(bias, matrices, end)
@@ -147,7 +146,3 @@ def _tensor_shapes(
         ((rows, *tensor.shape[1:]) if tensor.numel() else tuple(tensor.shape), tensor.dtype)
         for tensor in tensors_of(one_row)
     ]
-
-
-def _aligned(byte: int) -> int:
-    return -(-byte // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
