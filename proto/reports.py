@@ -63,13 +63,14 @@ class LoadProgress(Report, frozen=True):
 
 
 class ModelLoaded(Report, frozen=True):
-    """`weight_bytes` and `kv_bytes` are what was allocated."""
+    """`weight_bytes` and `kv_bytes` are what was allocated. `without_nccl`: the ranks' GPUs reach each other so."""
 
     seconds: float
     compute_type: ComputeType
     kv_format: KvFormat
     weight_bytes: int
     kv_bytes: int
+    without_nccl: bool = False
 
 
 class KindSeconds(Struct, frozen=True):

@@ -85,7 +85,7 @@ def load_model(
     channel.send(
         ModelLoaded(
             rank, time.monotonic() - started, compute_type, kv_format, ledger.held_bytes["weights"],
-            ledger.held_bytes["kv"],
+            ledger.held_bytes["kv"], links.without_nccl,
         )
     )
     engine = Engine(

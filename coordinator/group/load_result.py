@@ -17,6 +17,7 @@ class LoadResult:
     kv_format: KvFormat
     weight_bytes: tuple[int, ...]
     kv_bytes: tuple[int, ...]
+    without_nccl: bool = False
 
     @classmethod
     def of(cls, loaded: Sequence[ModelLoaded], seconds: float) -> "LoadResult":
@@ -27,4 +28,5 @@ class LoadResult:
             kv_format=loaded[0].kv_format,
             weight_bytes=tuple(report.weight_bytes for report in loaded),
             kv_bytes=tuple(report.kv_bytes for report in loaded),
+            without_nccl=any(report.without_nccl for report in loaded),
         )

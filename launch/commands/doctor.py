@@ -96,9 +96,9 @@ def _fit(
 
     spec = build_spec(files, context_tokens)
     check_kv_format(spec, settings.kv_format)
-    devices = facts.probe.devices if isinstance(facts.probe, ProbeReport) else ()
+    devices, peers = (facts.probe.devices, facts.probe.peers) if isinstance(facts.probe, ProbeReport) else ((), ())
     displays = frozenset(card.device.uuid for card in facts.cards if card.display)
-    return fit_check(spec, settings, layouts, context_tokens, facts.free_memory_bytes, devices, displays)
+    return fit_check(spec, settings, layouts, context_tokens, facts.free_memory_bytes, devices, displays, peers)
 
 
 def _show(checks: Sequence[Check], as_json: bool) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...proto.device_table import CardRow
+from ...proto.nccl_choice import MEASURED_RANKS, NCCL_VARIABLE
 from ...proto.probe import (
     BF16_CAPABILITY,
     NEEDS_CAPABILITY,
@@ -84,7 +85,7 @@ def _cuda(facts: HostFacts) -> Iterator[Check]:
         yield _device(device, facts.cards)
     if len(facts.probe.devices) > 1:
         yield _peers(facts.probe.peers)
-        yield _staged(facts.probe.staged_fault)
+        yield _staged(facts.probe)
     if facts.probe.torch_cuda is not None:
         yield _nccl(facts.probe)
 
@@ -157,11 +158,16 @@ def _peers(peers: Sequence[PeerTest]) -> Check:
     return Check(name, Verdict.OK, f"direct between all {len(peers)} ordered pairs, data arrives as sent")
 
 
-def _staged(fault: str) -> Check:
+def _staged(probe: ProbeReport) -> Check:
     name = "staged copies"
-    if fault:
-        return Check(name, Verdict.NOTE, f"not to be had: {fault}", "without peer access NCCL moves all")
-    return Check(name, Verdict.OK, "streams wait for words in host memory; used where they are faster than NCCL")
+    if probe.staged_fault:
+        return Check(name, Verdict.NOTE, f"not to be had: {probe.staged_fault}", "without peer access NCCL moves all")
+    two = {device.index for device in probe.devices[:MEASURED_RANKS]}
+    reach = all(peer.claimed and peer.equal for peer in probe.peers if {peer.source, peer.target} == two)
+    used = "used where they are faster than NCCL"
+    if not reach:
+        used = f"two workers have these alone, without NCCL ({NCCL_VARIABLE}=on: both)"
+    return Check(name, Verdict.OK, f"streams wait for words in host memory; {used}")
 
 
 def _pairs(peers: Sequence[PeerTest]) -> str:

@@ -10,10 +10,10 @@ from ...proto.errors import DoesNotFitError
 from ...proto.ids import ComputeType
 from ...proto.model import ModelSpec
 from ...proto.placement.memory import Holding
-from ...proto.probe import ProbedDevice, usual_compute_type
+from ...proto.probe import PeerTest, ProbedDevice, usual_compute_type
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
-from .card_process import card_process_bytes, told_card_process
+from .card_process import card_process_bytes, nccl_case, told_card_process
 from .diagnosis import Check, Verdict
 
 NAME = "model"
@@ -31,10 +31,11 @@ def fit_check(
     free_memory_bytes: int,
     devices: Sequence[ProbedDevice],
     displays: Collection[str] = (),
+    peers: Sequence[PeerTest] = (),
 ) -> Check:
     """The model on `settings.workers` workers: on their cards where each has one, else in this memory.
 
-    `displays`: uuids of the cards that drive one.
+    `displays`: uuids of the cards that drive one. `peers`: how devices copy to each other.
     """
     usual = min(USUAL_CONTEXT_TOKENS, spec.trained_context)
     least = min(usual, LEAST_CONTEXT_TOKENS)
@@ -46,18 +47,27 @@ def fit_check(
         return Check(NAME, Verdict.PROBLEM, found, "fewer --workers, or --device cpu")
     if on_cards:
         taken = devices[: settings.workers]
-        cards = [_card(device, displays, settings.workers) for device in taken]
+        without_nccl = nccl_case(settings, reach=cards_reach(taken, peers)).without
+        cards = [_card(device, displays, settings.workers, without_nccl) for device in taken]
         types = {usual_compute_type(device.capability) for device in taken}
         kind = settings.compute_type or (ComputeType.F16 if ComputeType.F16 in types else ComputeType.BF16)
         check = _check(plan, "cuda", kind, cards, wish)
-        assumed = dict.fromkeys(told_card_process(device.total_bytes, settings.workers) for device in taken)
+        assumed = dict.fromkeys(
+            told_card_process(device.total_bytes, settings.workers, without_nccl) for device in taken
+        )
         return replace(check, found="; ".join((check.found, *assumed)))
     host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
     return _check_cpu(plan, [host] * settings.workers, wish)
 
 
-def _card(device: ProbedDevice, displays: Collection[str], workers: int) -> DeviceMemory:
-    coming = card_process_bytes(device.total_bytes, workers)
+def cards_reach(devices: Sequence[ProbedDevice], peers: Sequence[PeerTest]) -> bool:
+    """Whether each of these reaches into the memory of each other: copies that arrive changed switch that off."""
+    taken = {device.index for device in devices}
+    return all(peer.claimed and peer.equal for peer in peers if {peer.source, peer.target} <= taken)
+
+
+def _card(device: ProbedDevice, displays: Collection[str], workers: int, without_nccl: bool) -> DeviceMemory:
+    coming = card_process_bytes(device.total_bytes, workers, without_nccl)
     return DeviceMemory(
         device.uuid, f"cuda:{device.index}", device.free_bytes, 0, device.uuid in displays, coming
     )

@@ -20,6 +20,7 @@ from ...proto.errors import InputError
 from ...proto.ids import ComputeType
 from ...proto.model import ModelSpec
 from ...proto.placement.cuts import place
+from ..doctor.card_process import nccl_case
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..settings.user_folders import costs_folder
 from ..start.cost_cache import placement_digest, speed_variables
@@ -95,6 +96,8 @@ def costs_of_model(
             "compute_type": str(session.loaded.compute_type),
             "points": to_builtins(driver.measuring_plan()),
         }
+        if session.loaded.without_nccl:
+            facts["without_nccl"] = True
         file = CostFile(driver.costs or driver.measure_costs().costs, facts)
     return _planned(plan, wish, file, "measured now")
 
@@ -105,7 +108,10 @@ def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> F
     usual = ComputeType.F32 if kind == CPU else ComputeType.BF16
     named = file.facts.get("compute_type")
     measured = ComputeType(str(named)) if named in tuple(ComputeType) else usual
-    found = plan_memory(plan, kind, plan.settings.compute_type or measured, wish, free_bytes_there(file.facts))
+    found = plan_memory(
+        plan, kind, plan.settings.compute_type or measured, wish, free_bytes_there(file.facts),
+        without_nccl=file.facts.get("without_nccl") is True,
+    )  # fmt: skip
     return FoundCosts(
         costs=file.costs,
         told=told,
@@ -147,6 +153,7 @@ def kept_costs(
         one
         for one in _newest_first(costs_folder(environment))
         if _suits(one[1].facts, wanted, settings.device) and _types_could_be_chosen(one[1].facts, settings)
+        and _links_could_be_such(one[1].facts, settings)
     ]
     as_placed = placement_digest(
         place(
@@ -205,6 +212,14 @@ def _types_could_be_chosen(facts: Mapping[str, object], settings: GroupSettings)
     if device_kind(facts) != CPU and bool(facts.get("exact_activations")) != settings.exact_activations:
         return False
     return settings.kv_format is not None or facts.get("kv_type") == [computed, computed]
+
+
+def _links_could_be_such(facts: Mapping[str, object], settings: GroupSettings) -> bool:
+    """Whether such a group might have gone with or without NCCL as this one did; cards that are not asked may."""
+    if device_kind(facts) == CPU:
+        return True
+    ways = {nccl_case(settings, reach).without for reach in (True, False)}
+    return bool(facts.get("without_nccl")) in ways
 
 
 def _newest_first(folder: Path) -> Iterator[tuple[Path, CostFile]]:

@@ -3,6 +3,7 @@
 A flag that is None was not given: environment, config file, model file and built-in values follow.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ...proto.commands import LinkOptions
 from ...proto.errors import InputError
 from ...proto.ids import ComputeType, KvType, Layout
 from ...proto.kv import KvFormat
+from ...proto.nccl_choice import NCCL_VARIABLE, NcclAsked, parse_nccl
 from .residency_option import ResidencyWish, parse_residency
 from .settings import SAMPLING_SETTINGS, Source
 from .user_folders import current_settings
@@ -58,6 +60,7 @@ class GroupSettings:
     link_options: LinkOptions = LinkOptions()  # noqa: RUF009 (frozen)
     measure: bool = False  # though costs are kept from before
     token_gap_seconds: float | None = None  # the most between two tokens of an answer while prompts are read
+    nccl: NcclAsked = NcclAsked.AUTO  # of workers started here
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ def group_settings(
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
         token_gap_seconds=_seconds(chosen.number_or_none("max_token_gap")),
+        nccl=parse_nccl(os.environ.get(NCCL_VARIABLE, "")),
     )
 
 

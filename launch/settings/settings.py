@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ...proto.errors import InputError
+from ...proto.nccl_choice import NCCL_VARIABLE
 from ...proto.sampling import SamplingParameters
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
-# No settings: workers read them, to be tried without peer access, without NCCL and with faults on demand.
-VARIABLES_FOR_TESTS = frozenset(
-    {"GEARSHIFT_NO_PEER", "GEARSHIFT_NO_NCCL", "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"}
-)
+# No settings: workers read them, to be tried without peer access, by other ways and with faults on demand.
+VARIABLES_OF_WORKERS = frozenset({"GEARSHIFT_NO_PEER", NCCL_VARIABLE, "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"})
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given
@@ -187,7 +186,7 @@ def merge(
 
 def unknown_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Variables that look like settings and are none."""
-    known = {setting.variable for setting in SETTINGS.values()} | VARIABLES_FOR_TESTS
+    known = {setting.variable for setting in SETTINGS.values()} | VARIABLES_OF_WORKERS
     return tuple(sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known))
 
 

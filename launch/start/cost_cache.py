@@ -28,7 +28,7 @@ from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
 
 SPEED_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "GEARSHIFT_NO_NCCL", "GEARSHIFT_DECODE_SUMS", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "GEARSHIFT_NO_PEER", "GEARSHIFT_NCCL", "GEARSHIFT_DECODE_SUMS", "OMP_NUM_THREADS",
 )  # fmt: skip
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
@@ -159,6 +159,8 @@ def cost_facts(
         "environment": speed_variables(environment),
         "points": msgspec.to_builtins(points),
     }
+    if loaded.without_nccl:
+        facts["without_nccl"] = True
     if settings.exact_activations:
         facts["exact_activations"] = True
     plain: Facts = json.loads(json.dumps(facts))  # as they come back from a file

@@ -2,12 +2,14 @@
 
 usage: links_program.py CHECKS WAY OUTPUT   (rank and meeting point from the environment)
 WAY: shared (one host), distributed (as between hosts), refused (one host, but the last rank gets no shared memory),
-staged (as on cards without NCCL, by streams that are threads)
+staged (as on cards that are asked to go without NCCL, by streams that are threads), out_of_reach (the same, as rank
+1 alone knows that its card does not reach the other's memory), fallen_back (there rank 1 has no words for streams)
 Every rank makes every rank's inputs from seeds, so each can say by itself what must come out.
 """
 
 import copy
 import hashlib
+import io
 import json
 import os
 import random
@@ -15,16 +17,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gearshift.proto.nccl_choice import NcclAsked
 from gearshift.tests.worker import threaded_streams
-from gearshift.worker.links import Links, open_links, shared_memory, tensor_group
+from gearshift.worker.links import Links, open_links, shared_memory, staging, tensor_group
 from gearshift.worker.links import open as opening
 from gearshift.worker.links.host_memory import FOLDER
+from gearshift.worker.links.nccl_agreement import RankFacts, agree
 from gearshift.worker.links.open import name_of_opening
+from gearshift.worker.links.staged_check import NotStagedError
 from gearshift.worker.links.tensor_group import DistributedTensorGroup
 
 GROUP = f"test of {os.getppid()}"
@@ -238,25 +244,39 @@ CHECKS = {
 }
 
 
+def go_as_cards(rank: int, asked: NcclAsked, able: bool) -> None:
+    """Rank 1's card does not reach rank 0's, and cannot do without NCCL where it is not `able`."""
+    threaded_streams.install()
+    torch.cuda.empty_cache = lambda: None
+    facts = RankFacts(asked, False, f"card {rank}", ("card 0",) if rank == 1 else ())
+    opening.agreed_case = lambda place, *_: agree(place, facts)
+    if not able:
+
+        def refused(device: torch.device) -> None:
+            raise NotStagedError("no words here")
+
+        staging.usable_driver = refused  # type: ignore[assignment]
+
+
 def main(checks: str, way: str, output: str) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if way == "refused" and rank == size - 1:
         shared_memory.usable_here = lambda: False  # type: ignore[assignment]
-    if way == "staged":
-        threaded_streams.install()
-        torch.cuda.empty_cache = lambda: None
-        opening.goes_without_nccl = lambda *_: True
+    if way in ("staged", "out_of_reach", "fallen_back"):
+        go_as_cards(rank, NcclAsked.OFF if way == "staged" else NcclAsked.AUTO, able=(way, rank) != ("fallen_back", 1))
     timeout_seconds = 1.5 if checks == "dead_peer" else 20.0
     seen = {}
+    log = io.StringIO()
     try:
-        with open_links(
+        with redirect_stderr(log), open_links(
             rank, size, torch.device("cpu"), GROUP, way != "distributed", timeout_seconds
         ) as links:
             for name in checks.split(","):
                 seen[name] = CHECKS[name](links)
     except Exception:
         seen["error"] = traceback.format_exc()
+    seen["log"] = log.getvalue()
     Path(output).write_text(json.dumps(seen))
 
 

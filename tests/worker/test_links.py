@@ -20,6 +20,8 @@ ALL = "names,sums,gathers,broadcasts,pipeline,moves,mixed"
 STAGED = [pytest.param(size, "staged", marks=pytest.mark.slow) for size in (2, 3)]
 SETUPS = [(2, "shared"), (3, "shared"), (4, "shared"), (3, "distributed"), (2, "refused"), *STAGED]
 
+LINKS, APART = "gearshift worker: rank 0: links: ", "the cards do not reach into each other's memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -117,6 +119,22 @@ def test_shared_memory_has_no_name_once_all_ranks_have_opened_it(outcome_of, siz
     kind = {"shared": "SharedTensorGroup", "staged": "StagedTensorGroup"}.get(way, "DistributedTensorGroup")
     assert results(outcome, "names") == [kind] * size
     assert outcome.left_behind == set()
+
+
+def test_cards_out_of_reach_go_without_nccl_and_with_it_where_one_rank_cannot(tmp_path):
+    """On all ranks alike, though one alone knows it; by the processes' CPUs, so that what NCCL does is gloo's."""
+    for way, kind in (("out_of_reach", "StagedTensorGroup"), ("fallen_back", "SharedTensorGroup")):
+        (tmp_path / way).mkdir()
+        outcome = run_ranks(2, way, "names,sums,pipeline", tmp_path / way)
+        assert results(outcome, "names") == [kind] * 2
+        assert len(set(results(outcome, "sums"))) == 1
+        assert outcome.left_behind == set()
+        told = [line for line in results(outcome, "log")[0].splitlines() if "links:" in line]
+        if way == "out_of_reach":
+            assert told == [f"{LINKS}without NCCL, staged in host memory ({APART})"]
+        else:
+            cause = "rank 1: words in memory for streams: NotStagedError: no words here"
+            assert told == [f"{LINKS}NCCL ({APART}, but not all can be staged in host memory: {cause})"]
 
 
 @pytest.mark.parametrize("way", ["shared", "distributed"])

@@ -7,12 +7,11 @@ import torch
 
 from gearshift.proto.commands import LinkOptions
 from gearshift.proto.errors import InputError
+from gearshift.proto.nccl_choice import NCCL_VARIABLE
 from gearshift.worker.links.kv_moves import KvMoves, MoveHandle
 from gearshift.worker.links.options import (
     NCCL_NO_PEER_VARIABLE,
-    NO_NCCL_VARIABLE,
     NO_PEER_VARIABLE,
-    goes_without_nccl,
     is_switched_on,
     no_peer_asked,
     settle,
@@ -129,15 +128,20 @@ def test_no_peer_reaches_all_that_looks_at_the_environment(monkeypatch: pytest.M
     assert is_switched_on(NCCL_NO_PEER_VARIABLE)
 
 
-def test_without_nccl_cards_of_one_host_have_no_peer_access_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = torch.device("cuda", 0)
-    for variable in (NO_PEER_VARIABLE, NCCL_NO_PEER_VARIABLE, NO_NCCL_VARIABLE):
+def test_who_asks_to_go_without_nccl_has_no_peer_access_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (NO_PEER_VARIABLE, NCCL_NO_PEER_VARIABLE):
         monkeypatch.setenv(variable, "")
-    assert not goes_without_nccl(card, True)
-    monkeypatch.setenv(NO_NCCL_VARIABLE, "yes")
-    assert goes_without_nccl(card, True)
-    assert not goes_without_nccl(CPU, True)
-    with pytest.raises(InputError, match="GEARSHIFT_NO_NCCL is for workers of one host"):
-        goes_without_nccl(card, False)
+    for word in ("on", "auto", ""):
+        monkeypatch.setenv(NCCL_VARIABLE, word)
+        settle(LinkOptions())
+        assert not no_peer_asked()
+    monkeypatch.setenv(NCCL_VARIABLE, "off")
     settle(LinkOptions())
     assert no_peer_asked()
+    assert is_switched_on(NCCL_NO_PEER_VARIABLE)
+
+
+def test_a_word_that_is_none_of_three_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_VARIABLE, "maybe")
+    with pytest.raises(InputError, match="GEARSHIFT_NCCL takes auto, on or off, not 'maybe'"):
+        settle(LinkOptions())

@@ -80,17 +80,18 @@ def open_rings(
     memory = first_that_works(name_for(purpose, group), share)
     if memory is None:
         return None
-    what = f"{purpose}: host memory pinned"
-    return ranks.together(what, lambda: _registered(memory, shape, driver))
-
-
-def _registered(memory: dict[Pair, Mapped], shape: RingShape, driver: Driver) -> dict[Pair, HostRing]:
     rings: dict[Pair, HostRing] = {}
-    try:
-        for pair, each in memory.items():
-            rings[pair] = pinned_ring(each, shape, driver)
-    except RuntimeError:
+    pinned = ranks.together(f"{purpose}: host memory pinned", lambda: _pin(memory, shape, driver, rings))
+    if pinned is None:
         for ring in rings.values():
             ring.close()
-        raise
-    return rings
+    return pinned
+
+
+def _pin(
+    memory: dict[Pair, Mapped], shape: RingShape, driver: Driver, into: dict[Pair, HostRing]
+) -> dict[Pair, HostRing]:
+    """Where it fails what was pinned before is in `into`."""
+    for pair, each in memory.items():
+        into[pair] = pinned_ring(each, shape, driver)
+    return into

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from ...proto.commands import LinkOptions
 from ...proto.nccl_channels import NCCL_USE
+from ...proto.nccl_choice import NcclAsked, NcclCase
 from . import interfaces, mailbox, shared_memory
 from .communicators import Communicators
-from .errors import CollectiveTimeoutError, LinkFailedError
+from .errors import LinkFailedError
 from .host_memory import Mapped, Pair, Source, first_that_works, mapped, name_for
 from .kv_moves import KvMoves
-from .options import goes_without_nccl, no_peer_asked, settle
+from .meeting_place import MeetingPlace, could_not_join, meet
+from .nccl_agreement import agreed_case
+from .options import no_peer_asked, settle, switch_peer_access_off
 from .pair_check import check_pairs
 from .pipeline import DistributedReceiver, DistributedSender, Incoming, Outgoing, PipelineEdges
 from .shared_group import SLOT_BYTES, SharedExchange, SharedTensorGroup
 from .shared_memory import SharedSegment
+from .staged_check import NotStagedError
 from .staging import Staging
 from .tensor_group import DistributedTensorGroup, LoneTensorGroup, TensorGroup
 from .throttle import Throttle, ThrottledTensorGroup
@@ -49,6 +54,7 @@ class Links:
     group: str
     local: bool = True
     sum_by_backend: Callable[[Tensor], None] | None = None  # in place, always by NCCL; None: not a way of its own here
+    without_nccl: bool = False  # of cards that go without
 
     def open_inboxes(self, words: int, peer: bool = True) -> "Inboxes | None":
         """Memory of `words` 4-byte words a rank that all ranks' kernels can write; None, on all alike, without one.
@@ -98,19 +104,20 @@ def open_links(
     settle(options)
     speed = options.bytes_per_second
     throttle = None if speed is None else Throttle(speed, device)
-    without_nccl = goes_without_nccl(device, local)
-    backend = "gloo" if without_nccl or device.type == "cpu" else "nccl"
-    _join(rank, world_size, backend, local, timeout_seconds, coordinator)
     with ExitStack() as joined:
-        joined.callback(dist.destroy_process_group)
         with named_errors(f"rank {rank} of {world_size}, opening its links"):
-            if without_nccl:
-                ways = staged_ways(rank, world_size, device, group, timeout_seconds, throttle)
-                joined.callback(ways.staging.close)
-                tensor = _slowed(ways.tensor, world_size, rank, throttle)
-                links = Links(rank, world_size, tensor, ways.pipeline, ways.kv, device, group)
+            place = meet(rank, world_size, timeout_seconds)
+            case = agreed_case(place, device, local)
+            links = None
+            if case.without:
+                links = _make_without_nccl(place, case, device, group, throttle, joined)
+            elif device.type == "cuda":
+                _say(rank, f"NCCL ({case.why})")
+            if links is not None:
                 _warm(links, device, spoilt)
             else:
+                _join(place, "gloo" if device.type == "cpu" else "nccl", local, coordinator)
+                joined.callback(dist.destroy_process_group)
                 links, backend_ways = _make(rank, world_size, device, group, local, timeout_seconds, throttle)
                 _warm(links, device, spoilt)
                 if local and device.type == "cuda":
@@ -119,6 +126,40 @@ def open_links(
                 torch.cuda.empty_cache()  # what is free is what a model may take
         yield links
         links.pipeline.drain()
+
+
+def _make_without_nccl(
+    place: MeetingPlace, case: NcclCase, device: torch.device, group: str, throttle: Throttle | None, joined: ExitStack
+) -> Links | None:
+    """None, on all ranks alike, where that cannot be had and was not asked for: then nothing of it is left open."""
+    rank, size, timeout_seconds = place.rank, place.size, place.timeout_seconds
+    with ExitStack() as opened:
+        _join(place, "gloo", True, "")
+        opened.callback(dist.destroy_process_group)
+        try:
+            ways = staged_ways(rank, size, device, group, timeout_seconds, throttle)
+        except NotStagedError as error:
+            # By the store: from here on no rank needs this group any more.
+            told = place.tell("why not all can be staged", str(error))
+            causes = "; ".join(f"rank {peer}: {cause}" for peer, cause in enumerate(told) if cause)
+            if case.asked is NcclAsked.OFF:
+                raise LinkFailedError(
+                    f"rank {rank}: without NCCL all must be staged in host memory, which cannot be had here ({causes})"
+                ) from error
+            _say(rank, f"NCCL ({case.why}, but not all can be staged in host memory: {causes})")
+            return None
+        opened.callback(ways.staging.close)
+        joined.push(opened.pop_all())
+    switch_peer_access_off()
+    _say(rank, f"without NCCL, staged in host memory ({case.why})")
+    tensor = _slowed(ways.tensor, size, rank, throttle)
+    return Links(rank, size, tensor, ways.pipeline, ways.kv, device, group, without_nccl=True)
+
+
+def _say(rank: int, words: str) -> None:
+    """What all ranks know alike."""
+    if rank == 0:
+        print(f"gearshift worker: rank 0: links: {words}", file=sys.stderr, flush=True)
 
 
 def _stage(links: Links, backend: Backend, timeout_seconds: float, joined: ExitStack) -> None:
@@ -134,27 +175,23 @@ def _slowed(group: TensorGroup, size: int, rank: int, throttle: Throttle | None)
     return group if throttle is None else ThrottledTensorGroup(group, size, rank, throttle)
 
 
-def _join(
-    rank: int, world_size: int, backend: str, local: bool, timeout_seconds: float, coordinator: str
-) -> None:
+def _join(place: MeetingPlace, backend: str, local: bool, coordinator: str) -> None:
     asked = os.environ.get(interfaces.VARIABLE, "")
     if backend == "gloo" and (asked or local or coordinator):
         # gloo would look the host name up, and take whatever interface that leads to.
         places = (coordinator, f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}")
-        os.environ[interfaces.VARIABLE] = interfaces.choose(rank, asked, local, places)
+        os.environ[interfaces.VARIABLE] = interfaces.choose(place.rank, asked, local, places)
     try:
         dist.init_process_group(
             backend,
-            init_method="env://",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            store=place.store_of_next_group(),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=place.timeout_seconds),
             # No device_id: with one this group would have a communicator, and nothing is sent through this group.
         )
     except (RuntimeError, ValueError) as error:
-        words = str(error)
-        kind = CollectiveTimeoutError if "timed out" in words.lower() else LinkFailedError
-        raise kind(f"rank {rank} of {world_size} could not join the others: {words}") from error
+        raise could_not_join(place.rank, place.size, error) from error
 
 
 def _make(

@@ -2,15 +2,13 @@
 
 import os
 
-import torch
-
 from ...proto.commands import LinkOptions
 from ...proto.errors import InputError
+from ...proto.nccl_choice import NCCL_VARIABLE, NcclAsked, parse_nccl
 from ...proto.switches import parse_switch
 
 NO_PEER_VARIABLE = "GEARSHIFT_NO_PEER"
 NCCL_NO_PEER_VARIABLE = "NCCL_P2P_DISABLE"
-NO_NCCL_VARIABLE = "GEARSHIFT_NO_NCCL"
 
 
 def no_peer_asked() -> bool:
@@ -27,16 +25,20 @@ def is_switched_on(variable: str) -> bool:
         raise InputError(f"{variable} takes true or false, not {text!r}") from None
 
 
-def goes_without_nccl(device: torch.device, local: bool) -> bool:
-    """Whether this host's environment says so. `InputError` where ranks are on several hosts."""
-    if device.type != "cuda" or not is_switched_on(NO_NCCL_VARIABLE):
-        return False
-    if not local:
-        raise InputError(f"{NO_NCCL_VARIABLE} is for workers of one host")
-    return True
+def nccl_asked() -> NcclAsked:
+    """What this host's environment says. `InputError` for a word that is none."""
+    return parse_nccl(os.environ.get(NCCL_VARIABLE, ""))
 
 
 def settle(options: LinkOptions) -> None:
-    """Before any link is opened: where peer access is off, all that looks at the environment later finds it off."""
-    if options.no_peer or no_peer_asked() or is_switched_on(NO_NCCL_VARIABLE):
-        os.environ[NO_PEER_VARIABLE] = os.environ[NCCL_NO_PEER_VARIABLE] = "1"
+    """Before any link is opened: where peer access is off, all that looks at the environment later finds it off.
+
+    `InputError` for a word that a variable does not take.
+    """
+    if options.no_peer or no_peer_asked() or nccl_asked() is NcclAsked.OFF:
+        switch_peer_access_off()
+
+
+def switch_peer_access_off() -> None:
+    """For this process."""
+    os.environ[NO_PEER_VARIABLE] = os.environ[NCCL_NO_PEER_VARIABLE] = "1"

@@ -64,7 +64,9 @@ class Staging:
         self._rank, self._size, self._device = rank, size, device
         self._group, self._timeout_seconds = group, timeout_seconds
         self.every_pair = [(one, other) for one in range(size) for other in range(size) if one != other]
-        self._ranks = RanksOfGroup(rank, size, device, self._tell, sum_up)
+        self.failures: list[str] = []
+        """What was tried on this rank and failed, with its cause."""
+        self._ranks = RanksOfGroup(rank, size, device, self._tell_failure, sum_up)
         self._driver: DriverWords | None = None
         self._chooser: StreamChooser | None = None
         self._links: list[StagedLink] = []
@@ -94,7 +96,8 @@ class Staging:
         self._driver = self._ranks.together("words in memory for streams", lambda: usable_driver(self._device))
         if (driver := self._driver) is None:
             return False
-        self._chooser = self._ranks.together("a pinned page", lambda: StreamChooser(driver, self._device))
+        if self._ranks.together("a pinned page", lambda: self._choose(driver)) is None:
+            self._close_chooser()
         return self._chooser is not None
 
     def link(self, purpose: str, pairs: Sequence[Pair], shape: RingShape, alone: bool) -> StagedLink | None:
@@ -124,9 +127,17 @@ class Staging:
         for link in self._links:
             link.close()
         self._links.clear()
+        self._close_chooser()
+
+    def _choose(self, driver: DriverWords) -> StreamChooser:
+        self._chooser = StreamChooser(driver, self._device)
+        return self._chooser
+
+    def _close_chooser(self) -> None:
         if self._chooser is not None:
             with suppress(RuntimeError):  # a device that has failed is not to hide why
                 self._chooser.close()
+        self._chooser = None
 
     def _stage_moves(self, kv: KvMoves, backend: KvMoves) -> None:
         link = self.link("keys and values", self.every_pair, moving_shape(self._size), alone=True)
@@ -171,6 +182,10 @@ class Staging:
     def _tell(self, words: str) -> None:
         line = f"gearshift worker: rank {self._rank}: staged copies: {words}"
         print(line, file=sys.stderr, flush=True)
+
+    def _tell_failure(self, words: str) -> None:
+        self.failures.append(words)
+        self._tell(words)
 
     def _tell_once(self, words: str) -> None:
         """What all ranks know alike."""

@@ -1,11 +1,12 @@
 """The ways between the GPUs of one host with no NCCL at all: what it would carry is staged in host memory.
 
 Its code, and what its kernels' threads keep for themselves, are 426 MiB of an H200 before a channel is open
-(proto/nccl_channels.py). Where cards do not reach into each other's memory copy engines are as fast in any case. The
-ranks find each other, and come to agreements at the start, over gloo on the CPU.
+(proto/nccl_channels.py). Where cards do not reach into each other's memory copy engines are as fast in any case: which
+groups go so proto/nccl_choice.py says. The ranks come to agreements at the start over gloo on the CPU.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CollectiveTimeoutError, LinkFailedError
 from .kv_moves import KvMoves
 from .pipeline import Incoming, Outgoing, PipelineEdges, StagedReceiver, StagedSender
 from .staged import StagedLink
+from .staged_check import NotStagedError
 from .staged_sums import StagedSums
 from .staging import Staging, moving_shape, summing_shape
 from .tensor_group import check_widths
@@ -36,7 +37,10 @@ class StagedWays(NamedTuple):
 def staged_ways(
     rank: int, size: int, device: torch.device, group: str, timeout_seconds: float, throttle: Throttle | None
 ) -> StagedWays:
-    """Collective. Raises LinkFailedError, on all ranks alike, where any of them cannot be had; the log says why."""
+    """Collective. Raises NotStagedError, on all ranks alike, where any of them cannot be had; the log says why.
+
+    Its text is what failed on this rank, "" where only others did. Whatever it raises, nothing is left open.
+    """
     control = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
 
     def sum_up(numbers: Tensor) -> None:
@@ -46,11 +50,11 @@ def staged_ways(
         numbers.copy_(on_host)
 
     staging = Staging(rank, size, device, group, timeout_seconds, sum_up)
-    try:
-        return _open_ways(rank, size, device, timeout_seconds, throttle, staging)
-    except (LinkFailedError, CollectiveTimeoutError):
-        staging.close()
-        raise
+    with ExitStack() as opened:
+        opened.callback(staging.close)
+        ways = _open_ways(rank, size, device, timeout_seconds, throttle, staging)
+        opened.pop_all()
+    return ways
 
 
 def _open_ways(
@@ -66,7 +70,7 @@ def _open_ways(
             rows, late = staging.link("late hidden rows", edges, moving_shape(2), alone=False), True
         sums = staging.link("sums", every_pair, summing_shape(size), alone=False)
     if moves is None or rows is None or sums is None:
-        raise LinkFailedError(f"rank {rank}: without NCCL all must be staged in host memory, which cannot be had here")
+        raise NotStagedError("; ".join(staging.failures))
     kv = KvMoves(None, rank, size, timeout_seconds, throttle)
     kv.stage(moves, 0)
     pipeline = PipelineEdges(

@@ -133,6 +133,14 @@ def test_copies_through_host_memory_are_a_note() -> None:
     assert "cuda:1 to cuda:0" in found.found
 
 
+def test_cards_out_of_each_others_reach_are_told_to_go_without_nccl() -> None:
+    assert "used where they are faster than NCCL" in check(GPU_MACHINE, "staged copies").found
+    for peer in (PeerTest(1, 0, claimed=False, equal=True), PeerTest(1, 0, claimed=True, equal=False)):
+        found = check(gpu_machine(peers=(PEERS[0], peer)), "staged copies")
+        assert found.verdict is Verdict.OK
+        assert "two workers have these alone, without NCCL (GEARSHIFT_NCCL=on: both)" in found.found
+
+
 def test_why_copies_cannot_be_staged_in_host_memory_is_a_note() -> None:
     cause = "a stream that waits for its own word does not go on: the word is 0x0"
     found = check(gpu_machine(staged_fault=cause), "staged copies")
@@ -239,6 +247,10 @@ def test_on_cards_the_weights_stay_in_the_files_types(
     assert "fits in the file's types" in checks[-1].found
     assert "1.52 GiB for the process" in checks[-1].found
     assert "620 MiB CUDA's context (measured on an H200) and 940 MiB NCCL over NVLink" in checks[-1].found
+    apart = gpu_machine(peers=(PEERS[0], PeerTest(1, 0, claimed=False, equal=True)))
+    _, checks = told(apart, str(smollm2_path), "--workers", "2")
+    assert "620 MiB for the process" in checks[-1].found
+    assert checks[-1].found.endswith("CUDA's context (measured on an H200); without NCCL")
     small = tuple(msgspec.structs.replace(one, free_bytes=GIBIBYTE // 2) for one in DEVICES)
     exit_code, checks = told(gpu_machine(devices=small), str(smollm2_path), "--workers", "2")
     assert exit_code == 1

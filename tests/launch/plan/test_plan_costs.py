@@ -52,12 +52,14 @@ def keep(
     compute: ComputeType = ComputeType.F32,
     kv: KvType = KvType.F32,
     exact: bool = False,
+    without_nccl: bool = False,
+    no_peer: bool = False,
 ) -> None:
     """What a group leaves that was measured so long ago; `per_token` tells it from others."""
     cluster = cast(Cluster, Joined(workers, device, host or socket.gethostname()))
-    loaded = LoadResult(0.0, compute, KvFormat(kv, kv), (0,) * workers, (0,) * workers)
+    loaded = LoadResult(0.0, compute, KvFormat(kv, kv), (0,) * workers, (0,) * workers, without_nccl)
     placement = place(SPEC, workers, layer_shares=shares)
-    settings = group_settings(workers=workers, threads=threads, exact_activations=exact)
+    settings = group_settings(workers=workers, threads=threads, exact_activations=exact, no_peer=no_peer)
     facts = cost_facts(SPEC, cluster, placement, loaded, settings, MeasuringPlan(chunks))
     path = cost_path(facts)
     assert keep_costs(path, Costs(stages=(ChunkCost(0.0, per_token),) * workers), facts)
@@ -188,3 +190,15 @@ def test_a_planned_chunk_much_longer_than_any_timed_is_told_and_others_are_not()
     assert timed == TimedChunks((17, 68), 68)
     assert timed.told_beside(4 * 68) == ""
     assert timed.told_beside(4 * 68 + 1).startswith("measured with chunks of 17, 68 tokens")
+
+
+def test_what_cards_took_by_nccl_counts_for_none_that_go_without_it() -> None:
+    cards = {"device": "a card", "compute": ComputeType.BF16, "kv": KvType.BF16}
+    keep(1.0, no_peer=True, **cards)
+    assert found(group_settings(workers=2, no_peer=True)) is None
+    keep(2.0, no_peer=True, without_nccl=True, **cards)
+    assert found(group_settings(workers=2, no_peer=True)) == 2.0
+    keep(3.0, without_nccl=True, **cards)
+    assert found() == 3.0, "whether two cards reach each other is not known here"
+    keep(4.0, workers=3, without_nccl=True, **cards)
+    assert found(group_settings(workers=3)) is None

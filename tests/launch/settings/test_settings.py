@@ -130,7 +130,7 @@ def test_folders_come_from_a_list_or_from_a_variable_with_colons(monkeypatch: py
 def test_variables_that_are_no_settings_are_found() -> None:
     environment = {"GEARSHIFT_WORKER": "2", "GEARSHIFT_WORKERS": "2", "PATH": "/bin"}
     assert unknown_variables(environment) == ("GEARSHIFT_WORKER",)
-    assert unknown_variables({"GEARSHIFT_NO_PEER": "1"}) == ()
+    assert unknown_variables({"GEARSHIFT_NO_PEER": "1", "GEARSHIFT_NCCL": "on"}) == ()
 
 
 def test_every_command_tells_of_variables_that_are_no_settings_in_one_line(

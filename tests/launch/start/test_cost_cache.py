@@ -238,7 +238,9 @@ def test_all_that_costs_depend_on_is_in_the_name(monkeypatch: pytest.MonkeyPatch
         facts(settings=lambda one: replace(one, threads=2)),
         facts(settings=lambda one: replace(one, exact_activations=True)),
         facts(settings=lambda one: replace(one, link_options=LinkOptions(no_peer=True))),
+        facts(loaded=lambda one: replace(one, without_nccl=True)),
         facts({"NCCL_P2P_DISABLE": "1"}),
+        facts({"GEARSHIFT_NCCL": "on"}),
         facts({"GEARSHIFT_NO_PEER": "1"}),
     ]
     monkeypatch.setattr(cost_cache, "__version__", "another")
