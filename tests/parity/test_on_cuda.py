@@ -1,5 +1,6 @@
 """Models on CUDA devices against the CPU reference: every layout, and greedy steps in graphs."""
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from gearshift.coordinator.evaluation import collect_logits
 from gearshift.coordinator.generation import GenerationRequest, TokenEvent
 from gearshift.coordinator.one_request import generate
 from gearshift.proto.ids import ComputeType, Layout
+from gearshift.proto.nccl_choice import NCCL_VARIABLE
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.divergence import log_softmax, mean_divergence
 from gearshift.tests.helpers.running_groups import RunningGroups
@@ -41,6 +43,20 @@ def test_f32_on_the_device_equals_the_reference(
     for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:
         rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
         assert np.abs(rows - wanted).max() < 1e-3, (prefill, decode)
+
+
+def test_cards_without_peer_access_compute_what_the_reference_does_with_nccl_and_without(
+    on_cuda_without_peer_access: RunningGroups, tiny_model: Callable[[str], Path],
+    tiny_reference: Callable[[str], Path],
+) -> None:  # fmt: skip
+    groups, name = on_cuda_without_peer_access, "llama-q4k-mix"
+    reference = np.load(tiny_reference(name))
+    ids = [int(token) for token in reference["ids"]]
+    driver = groups.load(tiny_model(name), 2)
+    assert groups.loaded[2].without_nccl == (os.environ[NCCL_VARIABLE] == "auto")
+    for prefill, decode in LAYOUTS:
+        rows, _ = collect_logits(driver, ids, 37, prefill, decode, Fixed((16,)))
+        assert np.abs(rows - reference["logits"]).max() < 1e-3, (prefill, decode)
 
 
 NEAR = [(name, workers, ComputeType.BF16) for name in TINY for workers in (1, 2)]

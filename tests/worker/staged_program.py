@@ -1,6 +1,7 @@
 """One rank of the check of staged copies; writes what it saw as JSON.
 
 usage: staged_program.py DEVICE OUTPUT   (cuda, or cpu with streams that are threads; rank and so on: environment)
+On cards with GEARSHIFT_NCCL=auto it checks links as they are opened without NCCL, and nothing beside them.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from gearshift.proto.commands import LinkOptions
+from gearshift.proto.nccl_choice import NCCL_VARIABLE
 from gearshift.tests.worker import threaded_streams
 from gearshift.worker.devices import ask_for_all_queues
 from gearshift.worker.links import Links, open_links
@@ -36,12 +39,12 @@ TIMEOUT_SECONDS = 20.0
 BOTH: list[Pair] = [(0, 1), (1, 0)]
 
 
-def run_ranks(folder: Path, device: str) -> list[str]:
+def run_ranks(folder: Path, device: str, nccl: str = "on") -> list[str]:
     """What both ranks wrote; raises AssertionError with the end of what they said where one did not end well."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(RANKS), "NCCL_NVLS_ENABLE": "0",
+        "WORLD_SIZE": str(RANKS), "NCCL_NVLS_ENABLE": "0", NCCL_VARIABLE: nccl,
     }  # fmt: skip
     outputs, logs = ([folder / f"rank{rank}.{kind}" for rank in range(RANKS)] for kind in ("json", "log"))
     processes = []
@@ -105,7 +108,7 @@ def check_rows(links: Links) -> str:
     return f"wrong: {wrong}" if wrong else "all arrived"
 
 
-def check_sums(links: Links, sums: StagedSums) -> tuple[str, str]:
+def check_sums(links: Links, add_up: Callable[[Tensor], None]) -> tuple[str, str]:
     digest, wrong = hashlib.sha256(), []
     for number, count in enumerate((64, 40_001, 1 << 19, 4 << 20, 8_388_607, 20_000_001)):
         for dtype in (torch.bfloat16, torch.float32):
@@ -114,7 +117,7 @@ def check_sums(links: Links, sums: StagedSums) -> tuple[str, str]:
                 for rank in range(links.size)
             ]
             total = parts[links.rank].clone()
-            sums.add_up(total)
+            add_up(total)
             if not torch.equal(total, sum_in_rank_order(parts)):
                 wrong.append(count)
             digest.update(total.view(torch.uint8).cpu().numpy().tobytes())
@@ -155,6 +158,41 @@ def check_late(links: Links, link: StagedLink) -> str:
     return "it came"
 
 
+def check_own(links: Links) -> dict[str, Any]:
+    """What the links have as they are."""
+    seen: dict[str, Any] = {"moves": check_moves(links), "rows": check_rows(links)}
+    seen["sums"], seen["digest"] = check_sums(links, links.tensor.sum_in_place)
+    links.tensor.barrier()
+    torch.cuda.synchronize()
+    return seen
+
+
+def check_beside(links: Links) -> dict[str, Any]:
+    """Staged copies of its own beside what the links have."""
+    rank, device = links.rank, links.device
+    staging = Staging(rank, RANKS, device, f"test-{os.getppid()}-forced", TIMEOUT_SECONDS)
+    assert staging.prepare(), "the log says why"
+    moves = opened(staging, "test keys", BOTH, moving_shape(RANKS))
+    rows = opened(staging, "test rows", [(0, 1)], moving_shape(RANKS))
+    summing = opened(staging, "test sums", BOTH, summing_shape(RANKS))
+    late = opened(staging, "test late", BOTH, moving_shape(RANKS))
+    links.kv.stage(moves, 1)
+    links.pipeline.stage(rows, rank, False, 1)
+    seen: dict[str, Any] = {"moves": check_moves(links), "rows": check_rows(links)}
+    links.pipeline.stage(rows, rank, True, 1)
+    seen["late rows"] = check_rows(links)
+    seen["sums"], seen["digest"] = check_sums(links, StagedSums(summing, rank, RANKS, device).add_up)
+    seen["chosen"] = check_choice(links)
+    seen["late"] = check_late(links, late)
+    links.tensor.barrier()
+    seen["late elsewhere"] = "nothing"
+    for link in (moves, rows, summing):
+        link.check()
+    torch.cuda.synchronize()
+    staging.close()
+    return seen
+
+
 def main(kind: str, output: str) -> None:
     ask_for_all_queues()
     rank = int(os.environ["RANK"])
@@ -168,27 +206,8 @@ def main(kind: str, output: str) -> None:
         torch.inference_mode(),
         open_links(rank, RANKS, device, f"test-{os.getppid()}", True, 30.0, options=options) as links,
     ):
-        staging = Staging(rank, RANKS, device, f"test-{os.getppid()}-forced", TIMEOUT_SECONDS)
-        assert staging.prepare(), "the log says why"
-        moves = opened(staging, "test keys", BOTH, moving_shape(RANKS))
-        rows = opened(staging, "test rows", [(0, 1)], moving_shape(RANKS))
-        summing = opened(staging, "test sums", BOTH, summing_shape(RANKS))
-        late = opened(staging, "test late", BOTH, moving_shape(RANKS))
-        links.kv.stage(moves, 1)
-        links.pipeline.stage(rows, rank, False, 1)
-        seen: dict[str, Any] = {"moves": check_moves(links), "rows": check_rows(links)}
-        links.pipeline.stage(rows, rank, True, 1)
-        seen["late rows"] = check_rows(links)
-        seen["sums"], seen["digest"] = check_sums(links, StagedSums(summing, rank, RANKS, device))
-        seen["chosen"] = check_choice(links)
-        seen["late"] = check_late(links, late)
-        links.tensor.barrier()
-        seen["late elsewhere"] = "nothing"
-        for link in (moves, rows, summing):
-            link.check()
-        torch.cuda.synchronize()
-        staging.close()
-    Path(output).write_text(json.dumps(seen))
+        seen = check_own(links) if links.without_nccl else check_beside(links)
+    Path(output).write_text(json.dumps(seen | {"without NCCL": links.without_nccl}))
 
 
 if __name__ == "__main__":
