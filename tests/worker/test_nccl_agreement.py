@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +69,9 @@ def test_a_rank_looks_from_its_own_card_at_all_that_it_sees(environment: pytest.
     environment.setenv(NCCL_VARIABLE, "on")
     settle(LinkOptions(no_peer=True))  # as a group is started again whose cards changed what they moved
     assert facts_here(torch.device("cuda", 1)) == RankFacts(ON, True, "other", ("one",))
+
+    with_nccl_left_open = msgspec.structs.replace(facts_here(torch.device("cuda", 1)), asked=AUTO)
+    assert case_of([rank(0), with_nccl_left_open]).without
 
 
 def test_on_the_cpu_and_between_hosts_nobody_is_asked(environment: pytest.MonkeyPatch) -> None:
