@@ -53,3 +53,26 @@ def test_every_rank_has_the_sum_in_rank_order_bit_for_bit(ranks: int, monkeypatc
     truth = [sum_in_rank_order(partials(ranks, count, dtype)) for count, dtype in kinds]
     for totals in found:
         assert all(torch.equal(total, true) for total, true in zip(totals, truth, strict=True))
+
+
+class AtOnce:
+    """A link whose copies are there at once: ones, from whichever peer."""
+
+    def start(self, sends: Any, receives: Any, what: str) -> "AtOnce":
+        for _, tensor in receives:
+            tensor.fill_(1)
+        return self
+
+    def order(self) -> None: ...
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 1.0), (4, 3 / 4)])
+def test_a_buffer_is_no_larger_than_the_largest_sum_needs(ranks: int, parts: float) -> None:
+    link: Any = AtOnce()
+    sums = StagedSums(link, 0, ranks, CPU)
+    assert sums._received.numel() == 0
+    for mebibytes, largest in ((4, 4), (1, 4), (8, 8), (40, 40 / 3)):  # 40 go in three blocks
+        partial = torch.ones(mebibytes << 19, dtype=torch.bfloat16)
+        sums.add_up(partial)
+        assert ranks > 2 or bool((partial == 2).all())
+        assert 0 <= sums._received.numel() / (1 << 20) - parts * largest < 1.01
