@@ -115,7 +115,7 @@ def test_two_ranks_have_the_sum_of_what_came_in_either_type(cards: Callable[...,
         mine, theirs = torch.randn(5000).to(dtype), torch.randn(5000).to(dtype)
         truth = (mine.float() + theirs.float()).to(dtype)
         sums = StagedSums(group.links[0], 0, 2, CPU)
-        sums._received[: theirs.nbytes] = theirs.view(torch.uint8)
+        sums._buffer(theirs.nbytes)[:] = theirs.view(torch.uint8)
         sums.add_up(mine)
         assert torch.equal(mine, truth)
         group.streams.rank = 1

@@ -71,8 +71,8 @@ class StagedSums:
         """For what comes; as large as the largest block so far needs it. Not while work is captured.
 
         Plans do not count it by itself: while a chunk's sums pass, the rows that come out of the chunk, which they do
-        count, are not there yet, and take as much at least. The buffer before is free behind the sums that had it, which
-        this stream has been told to wait for.
+        count, are not there yet, and take as much at least. The buffer before is free behind the sums that had it: this
+        stream waits for them.
         """
         if byte_count > self._received.numel():
             whole_bytes = -(-byte_count // BUFFER_STEP_BYTES) * BUFFER_STEP_BYTES
