@@ -207,6 +207,33 @@ def test_memory_that_the_driver_does_not_pin_is_let_go_and_the_cause_told() -> N
     assert not streams.registered
 
 
+class OthersFail(PlainRanks):
+    """Where what another rank tries fails."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at = at
+
+    def together(self, what: str, attempt: Callable[[], Any]) -> Any:
+        found = super().together(what, attempt)
+        return None if self._at in what else found
+
+
+def test_what_another_rank_could_not_have_is_given_back_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = FakeStreams()
+    assert open_rings("keys", "a group", [(0, 1), (1, 0)], SHAPE, 0, OthersFail("pinned"), streams) is None
+    assert not streams.registered
+    closed = []
+    monkeypatch.setattr(staging, "usable_driver", lambda _: streams)
+    monkeypatch.setattr(staging, "StreamChooser", lambda *_: SimpleNamespace(close=lambda: closed.append("chooser")))
+    opened = Staging(0, 2, CPU, "a group", 10.0)
+    opened._ranks = OthersFail("a pinned page")  # type: ignore[assignment]
+    assert not opened.prepare()
+    assert closed == ["chooser"]
+    opened.close()
+    assert closed == ["chooser"]
+
+
 @pytest.mark.slow
 def test_memory_stays_mapped_for_as_long_as_it_is_pinned() -> None:
     """A link that was given up, or a check that failed, lets nothing go that a stream may still use."""
