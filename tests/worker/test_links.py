@@ -121,6 +121,7 @@ def test_shared_memory_has_no_name_once_all_ranks_have_opened_it(outcome_of, siz
     assert outcome.left_behind == set()
 
 
+WITHOUT = "without NCCL, staged in host memory"
 CAUSE = "rank 1: words in memory for streams: NotStagedError: no words here"
 
 
@@ -128,9 +129,7 @@ CAUSE = "rank 1: words in memory for streams: NotStagedError: no words here"
     ("way", "kind", "told"),
     [
         ("fallen_back", "SharedTensorGroup", f"NCCL ({APART}, but not all can be staged in host memory: {CAUSE})"),
-        pytest.param(
-            "out_of_reach", "StagedTensorGroup", f"without NCCL, staged in host memory ({APART})", marks=pytest.mark.slow
-        ),
+        pytest.param("out_of_reach", "StagedTensorGroup", f"{WITHOUT} ({APART})", marks=pytest.mark.slow),
     ],
 )
 def test_cards_out_of_reach_go_without_nccl_but_with_it_where_one_rank_cannot(tmp_path, way, kind, told):
