@@ -28,6 +28,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "cuModuleGetFunction": (_HANDLE_OUT, _POINTER, ctypes.c_char_p),
     # Function, blocks, threads, shared bytes, stream, arguments' addresses, none.
     "cuLaunchKernel": (_POINTER, *(_WORD,) * 6, _FLAGS, _POINTER, _HANDLE_OUT, _POINTER),
+    "cuStreamCreateWithPriority": (_HANDLE_OUT, _FLAGS, ctypes.c_int),
     "cuStreamWaitValue32_v2": (_POINTER, _ADDRESS, _WORD, _FLAGS),
     "cuStreamWriteValue32_v2": (_POINTER, _ADDRESS, _WORD, _FLAGS),
     "cuMemcpyDtoHAsync_v2": (_POINTER, _ADDRESS, _SIZE, _POINTER),

@@ -55,6 +55,7 @@ def anonymous_bytes() -> int:
 def probe(rank: Rank, device: torch.device) -> MemoryProbed:
     """What the rank's device has left, and what this process holds of it."""
     if device.type == "cuda":
+        torch.zeros(1, device=device)  # some 90 MiB that any first kernel takes, and a lone rank has run none yet
         gc.collect()  # what links were tried with may know each other
         return_unused(device)  # and that of an earlier model
         return MemoryProbed(rank, device_free_bytes(device), 0)

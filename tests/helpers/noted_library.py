@@ -13,6 +13,9 @@ ERRORS = {1: ("CUDA_ERROR_INVALID_VALUE", "invalid argument"),
 class NotedLibrary:
     """Notes launches with their arguments, and all other calls by their numbers. Takes the image "good" alone."""
 
+    STREAM = 0x7000_0000_4321
+    """The handle of any stream."""
+
     def __init__(self, missing: str = "", refused: str = "") -> None:
         """`missing`: a call that this driver does not have; `refused`: one that fails."""
         self.launches: list[tuple[list[int], list[int]]] = []
@@ -37,6 +40,11 @@ class NotedLibrary:
     def _cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
         text[0] = ERRORS[code][1].encode() if code in ERRORS else None
         return 0
+
+    def _cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> int:  # noqa: N802
+        self.notes.append(("cuStreamCreateWithPriority", [flags, priority]))
+        stream[0] = self.STREAM
+        return 1 if self._refused == "cuStreamCreateWithPriority" else 0
 
     def _cuModuleLoadData(self, module: Any, image: bytes) -> int:  # noqa: N802
         return 0 if image == b"good" else 200

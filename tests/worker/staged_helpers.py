@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gearshift.tests.worker.test_ring import RecordedQueue
+from gearshift.worker.links import staged_check
 from gearshift.worker.links.driver_words import Driver
 from gearshift.worker.links.host_memory import Mapped
 from gearshift.worker.links.host_rings import HostRing, pinned_ring, ring_bytes
@@ -108,6 +109,6 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
     """torch's streams are lists meanwhile."""
     streams = FakeStreams()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", streams.new)
+        patch.setattr(staged_check, "new_stream", streams.new)
         patch.setattr(torch.cuda, "current_stream", streams.current)
         yield streams

@@ -104,7 +104,7 @@ def pool_of(streams: FakeStreams, monkeypatch: pytest.MonkeyPatch, queues: int) 
         made.append(FakeStream(streams, made[len(made) % queues] if len(made) >= queues else None))
         return made[-1]
 
-    monkeypatch.setattr(torch.cuda, "Stream", new)
+    monkeypatch.setattr(staged_check, "new_stream", new)
 
 
 @pytest.mark.parametrize("queues", [9, 16, 32])

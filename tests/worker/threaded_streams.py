@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gearshift.tests.worker.test_ring import word_at
-from gearshift.worker.links import staging
+from gearshift.worker.links import staged_check, staging
 from gearshift.worker.links.ring import distance
 
 MOST_SECONDS = 30.0  # of any wait
@@ -117,8 +117,9 @@ def install() -> None:
             stream.record_event().wait()
 
     fakes: dict[str, Any] = {
-        "Stream": ThreadStream, "current_stream": lambda *_: computing, "synchronize": synchronize,
+        "current_stream": lambda *_: computing, "synchronize": synchronize,
     }  # fmt: skip
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
+    staged_check.new_stream = ThreadStream  # type: ignore[assignment]
     staging.usable_driver = lambda _: ThreadDriver()  # type: ignore[assignment, return-value]

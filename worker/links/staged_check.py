@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..devices import QUEUES_VARIABLE
+from ..streams import new_stream
 from .driver_words import Driver, DriverWords
 from .errors import CollectiveTimeoutError
 from .host_memory import PAGE_BYTES, HostWords, Mapped, Pair
@@ -25,7 +26,7 @@ from .staged import Lanes, StagedLink
 PROOF_SECONDS = 10.0  # in which a proof is over, or these words do not work here
 HELD_UP_SECONDS = 0.05  # of what takes some µs
 RESCUE_SECONDS = 2.0  # should the host be held up as well
-TRIED_STREAMS = 24  # of torch's pool of 32
+TRIED_STREAMS = 24  # of the pool's 32
 KINDS = ("kernels", "copies to the device", "copies to the host")
 
 
@@ -65,7 +66,7 @@ def usable_driver(device: torch.device) -> DriverWords:
     except (OSError, AttributeError) as error:
         raise NotStagedError(f"the driver has no calls for words in memory: {error}") from error
     memory = CheckMemory(driver)
-    stream = torch.cuda.Stream(device)
+    stream = new_stream(device)
     check_words(driver.queue(stream.cuda_stream), memory, lambda: passes(stream.record_event(), PROOF_SECONDS))
     memory.close()
     return driver
@@ -114,7 +115,7 @@ class StreamChooser:
         self._memory.close()
 
     def _new(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=-1)
+        return new_stream(self._device, priority=-1)
 
     def _next(self, sends: bool) -> torch.cuda.Stream:
         while self._tried < TRIED_STREAMS:

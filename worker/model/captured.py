@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ..kernels.first_runs import FirstRuns
+from ..streams import new_stream
 from .steps import Work
 
 Key = TypeVar("Key", bound=Hashable)
@@ -67,8 +68,9 @@ class CaptureStream:
         that were captured to be timed, and refuses its number from then on.
         """
         if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            word, self._keeper = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), new_stream(device)
+            word, self._keeper = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
 
             def touch() -> None:
                 word.zero_()
