@@ -178,20 +178,40 @@ def check_gather(heads: int, width: int) -> dict[str, float]:
 
 
 def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
-    """Against one product in f32: two that are joined, or one where there is little past; on a device only."""
+    """Against one product in f32, beside heads of another part; off a device the library's part in plain torch."""
     from gearshift.worker.kernels.deep_attention import DeepAttention
     from gearshift.worker.kernels.first_runs import FirstRuns
 
+    class Plain(DeepAttention):
+        def _compiled(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert query.shape[0] % 64 == 0
+            assert causal or key.shape[1] & (key.shape[1] - 1) == 0
+            return plain_attention(query, key, value, scale, causal)
+
     heads, group, width = 2, 4, 128
-    query = randn(rows, heads * group, width).bfloat16()
-    keys, values = (randn(cached + rows, heads, width).bfloat16().transpose(0, 1) for _ in range(2))
+    queries = randn(rows, 3 * heads * group, width).to(HALF)
+    query = queries[:, heads * group : 2 * heads * group]
+    keys, values = (randn(cached + rows, heads, width).to(HALF).transpose(0, 1) for _ in range(2))
     out = torch.full_like(query, float("nan"))
-    DeepAttention(FirstRuns()).attend_causal(query, keys, values, 0.09, out)
-    wide_keys, wide_values = (x.float().repeat_interleave(group, 0) for x in (keys, values))
-    scores = query.float().transpose(0, 1) @ wide_keys.transpose(1, 2) * 0.09
-    hidden = torch.ones(rows, cached + rows, device=DEVICE, dtype=torch.bool).triu(cached + 1)
-    wanted = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ wide_values
-    return {"attention of many rows": relative_error(out, wanted.transpose(0, 1)) / 100}
+    deep = (DeepAttention if DEVICE.type == "cuda" else Plain)(FirstRuns())
+    deep.attend_causal(query, keys, values, 0.09, out)
+    wanted, _ = plain_attention(query, keys, values, 0.09, True)
+    return {"attention of many rows": relative_error(out, wanted) / 100}
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In f32 ([T, Q, W], logs of sums [Q, T]); `causal`: of the newest of the keys' positions."""
+    rows, positions = query.shape[0], key.shape[1]
+    wide_key, wide_value = (x.float().repeat_interleave(query.shape[1] // key.shape[0], 0) for x in (key, value))
+    scores = query.float().transpose(0, 1) @ wide_key.transpose(1, 2) * scale
+    if causal:
+        hidden = torch.ones(rows, positions, device=DEVICE, dtype=torch.bool).triu(positions - rows + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (torch.softmax(scores, -1) @ wide_value).transpose(0, 1).contiguous(), scores.logsumexp(-1)
 
 
 def main() -> int:
@@ -208,13 +228,15 @@ def main() -> int:
         check_attention(RopeKind.HALVES, 3, PartHeads(3, 2, 4, 2), 40, True, blocks=(False, True), beside=(1, 0)),
         check_attention(RopeKind.HALVES, 2, PartHeads(3, 1, 4), 0, False, 128, (True, False), (0, 1)),
     ]
+    few = ((256, 512), (200, 1100), (7, 300), (130, 70))
+    checks += [check_joined_attention(rows, cached) for rows, cached in few] if DEVICE.type == "cpu" else []
     if DEVICE.type == "cuda":
         for rows, width, blocks in itertools.product((1, 16), (64, 128, 256), ((False, False), Q8)):
             checks.append(check_attention(RopeKind.INTERLEAVED, rows, PartHeads(16, 2, 8), 0, False, width, blocks))
             heads = PartHeads(9, 3, 4, 1)
             checks.append(check_attention(RopeKind.HALVES, rows, heads, 70, True, width, blocks, (1, 2)))
         if torch.cuda.get_device_capability(DEVICE)[0] >= 9:
-            shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300), (512, 0), (512, 512))
+            shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300), (512, 0), (512, 512), *few)
             checks += [check_joined_attention(rows, cached) for rows, cached in shapes]
     return 1 if report_worst(checks) else 0
 

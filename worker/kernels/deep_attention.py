@@ -1,9 +1,10 @@
 """A chunk's attention on cards of compute capability 9.0 and later, in several products where it has a long past.
 
 The library's kernel (cuDNN) for an unmasked rectangle is faster than the one for a causal mask at its lower right, from
-which these cards have most to gain (docs/lab_notes.md). So it takes the past, in runs of few lengths
-(`attention_shapes`), and the flash kernel, which serves any shape as it is but is slower, the rest and the chunk;
-where there is no rest cuDNN takes the chunk too. All tell the logs of their sums, by which they join.
+which these cards have most to gain (docs/lab_notes.md). So it takes the past in runs of few lengths
+(`attention_shapes`), and what no run has together with the chunk as one causal square, filled up with rows before and
+behind that are nobody's. All tell the logs of their sums, by which they join. A few rows behind a long past are the
+flash kernel's, which serves any shape as it is but is slower, and whose threads' stacks take 94 MiB of an H200.
 """
 
 import torch
@@ -37,12 +38,12 @@ class DeepAttention:
     ) -> None:
         """out [T, Q, W] = attention of the T newest of L positions: the same way for the same shape."""
         rows = query_TQW.shape[0]
-        cached = key_HLW.shape[1] - rows
-        runs = past_runs(cached) if rows >= FEWEST_ROWS else []
+        runs = past_runs(key_HLW.shape[1] - rows)
+        if runs and rows < FEWEST_ROWS:
+            out.copy_(_flash(query_TQW, key_HLW, value_HLW, scale))
+            return
         past = runs[-1][1] if runs else 0
-        square = past == cached and rows >= FEWEST_ROWS and rows == compiled_rows(rows)
-        newest = self._compiled if square else _flash
-        joined, joined_sum = newest(query_TQW, key_HLW[:, past:], value_HLW[:, past:], True, scale)
+        joined, joined_sum = self._newest(query_TQW, key_HLW[:, past:], value_HLW[:, past:], scale)
         if not runs:
             out.copy_(joined)
             return
@@ -51,6 +52,18 @@ class DeepAttention:
             old, old_sum = self._compiled(filled, key_HLW[:, first:end], value_HLW[:, first:end], False, scale)
             join_attention(old[:rows], old_sum[:, :rows], joined, joined_sum, out)
             joined, joined_sum = out, torch.logaddexp(old_sum[:, :rows], joined_sum)
+
+    def _newest(
+        self, query_TQW: Tensor, key_HRW: Tensor, value_HRW: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the T newest of R positions, and its logs: by a square in which each sees all before itself."""
+        rows, positions = query_TQW.shape[0], key_HRW.shape[1]
+        size = max(compiled_rows(positions), FEWEST_ROWS)
+        if size > rows:
+            query_TQW = _filled(query_TQW, positions - rows, size)
+            key_HRW, value_HRW = (_filled(x.transpose(0, 1), 0, size).transpose(0, 1) for x in (key_HRW, value_HRW))
+        attended, sums = self._compiled(query_TQW, key_HRW, value_HRW, True, scale)
+        return attended[positions - rows : positions], sums[:, positions - rows : positions]
 
     def prepare(self, query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, causal: bool, scale: float) -> bool:
         """Have cuDNN meet a shape, given by tensors of any values, before it is waited for; False: it has."""
@@ -78,14 +91,20 @@ class DeepAttention:
         return query_TQW.shape, query_TQW.stride(), key_HLW.shape, key_HLW.stride(), causal
 
 
-def _flash(
-    query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The same by the kernel for any shape, whose `causal` is at the lower right (torch/nn/attention/bias.py)."""
+def _flash(query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, scale: float) -> Tensor:
+    """[T, Q, W] by the kernel for any shape, whose `causal` is at the lower right (torch/nn/attention/bias.py)."""
     result = torch.ops.aten._scaled_dot_product_flash_attention(
-        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], 0.0, causal, False, scale=scale
+        query_TQW.transpose(0, 1)[None], key_HLW[None], value_HLW[None], 0.0, True, False, scale=scale
     )
-    return _by_row(result[0]), result[1].reshape(query_TQW.shape[1], query_TQW.shape[0])
+    return _by_row(result[0])
+
+
+def _filled(x_TQW: Tensor, first: int, size: int) -> Tensor:
+    """[size, Q, W]: these rows from `first` on, zeros elsewhere, in their strides, as plans are told apart by those."""
+    rows, heads, width = x_TQW.shape
+    filled = x_TQW.new_zeros((size, x_TQW.stride(0)))[:, : heads * width].unflatten(1, (heads, width))
+    filled[first : first + rows] = x_TQW
+    return filled
 
 
 def _by_row(attended_1QTW: Tensor) -> Tensor:
