@@ -2,7 +2,8 @@
 
 import pytest
 
-from gearshift.worker.kernels.attention_shapes import compiled_rows, past_runs, usual_shapes
+from gearshift.proto.past_runs import past_runs
+from gearshift.worker.kernels.attention_shapes import compiled_rows, usual_shapes
 
 LONGEST = 1 << 17
 
