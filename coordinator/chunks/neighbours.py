@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .flow_shop import Cuts
-from .task import Task
+from .task import RUN_UNITS, Task, at_runs
 
 SHORT_LIST = 6  # chunks up to which a step from each chunk to each other one is looked at
 LONGEST_DESCENT = 20  # chunks; in longer lists a grid step is next to nothing
@@ -126,4 +126,21 @@ def cuts_around(task: Task, cuts: Reals) -> Cuts:
     bent = np.rint((whole[known.bent_from] + known.bent_by * sizes[known.bent_from]) / task.grid) * task.grid
     bent[known.bent_ends] = task.tokens
     found[:, changed:] = bent
+    if not task.past_in_runs:
+        return found
+    return np.concatenate([found, *_on_runs(task, cuts, bent)], axis=1)
+
+
+def _on_runs(task: Task, cuts: Reals, bent: Cuts) -> list[Cuts]:
+    """Each cut moved to where few runs are before it, downwards and upwards, and all cuts of bent lists."""
+    count = len(cuts)
+    found = [at_runs(task, bent, unit) for unit in RUN_UNITS]
+    inner = np.arange(count - 1)
+    for unit in RUN_UNITS:
+        for half in (-0.5, 0.5):  # of a unit and a grid step: the next multiple below, or above
+            moved = np.full((count + 1, count - 1), float(task.tokens))
+            moved[:count] = cuts[:, None]
+            places = at_runs(task, cuts[:-1] + half * (unit + task.grid), unit)
+            moved[inner, inner] = places
+            found.append(moved)
     return found

@@ -10,10 +10,11 @@ import numpy as np
 from .flow_shop import Cuts
 from .neighbours import LONGEST_DESCENT, Reals, cuts_around
 from .starts import every_cut, starts, together
-from .task import Chunks, Task
+from .task import RUN_UNITS, Chunks, Task, at_runs
 
 EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is the start
 THOROUGH_DESCENTS = 3
+MOST_ON_RUNS = 24  # starts whose cuts are moved to where few runs are before them
 MOST_ROUNDS, FEWER_ROUNDS = 8, 4  # of a descent; each looks at all neighbours of a list at once
 
 Found: TypeAlias = tuple[Chunks, float]  # with its makespan in seconds
@@ -37,6 +38,11 @@ def best_chunks(task: Task) -> Found:
 def _best_descent(task: Task, begin: Cuts) -> Found:
     """Steepest descents from the best starts, each of another count of chunks, side by side."""
     prices = task.prices(begin)
+    if task.past_in_runs:
+        best = prices.argsort()[:MOST_ON_RUNS]
+        moved = [at_runs(task, begin[:, best], unit) for unit in RUN_UNITS]
+        begin = np.concatenate([begin, *moved], axis=1)
+        prices = np.concatenate([prices, task.prices(begin[:, len(prices) :])])
     counts = np.add.reduce(begin < task.tokens, axis=0)
     going: list[Place] = []
     while len(going) < (THOROUGH_DESCENTS if task.short else 1) and (prices.min() < inf or not going):

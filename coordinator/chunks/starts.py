@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
 from .flow_shop import Cuts, Seconds
-from .task import MAX_CHUNKS, Chunks, Task, evened, filled
+from .task import MAX_CHUNKS, RUN_UNITS, Chunks, Task, evened, filled
 
 FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = 6, 12, 24  # m* up to which more counts about it are tried, and from which fewer
 MOST_BY_FEW = 6  # m* up to which two to four chunks are tried at odd places
@@ -21,6 +21,7 @@ NO_CUT = 1 << 20
 # Of a grid step: how lengths are put on the grid; of the last ones, the last chunk takes all that is left.
 ROUNDINGS = np.array([0.0, 0.2, 0.4, 0.6, 0.8, 0.99, 0.0, 0.3])
 FREE_ENDS = 6
+USUAL_RUNS = 2  # of a chunk's past, in a good list
 MORE_CHUNKS, SPARE_CHUNKS = 1.5, 2  # there may be, where they are rounded down
 
 Numbers = npt.NDArray[np.int64]
@@ -86,6 +87,8 @@ def starts(task: Task, equal_stages: bool) -> Cuts:
             found += _few_chunks(task)
     if task.longest_seconds < inf or task.short:
         found += _within_limits(task, ideal, least, most)
+    if task.past_in_runs:
+        found += _repeated_runs(task, ideal, most)
     return together(found, task.tokens)
 
 
@@ -95,7 +98,7 @@ def _ideal_count(task: Task) -> tuple[float, int, int]:
     whole = [one.seconds(task.cached, task.tokens) for one in task.costs]
     stages = sum(whole) / max(whole) if max(whole) > 0 else float(task.stages)
     work = cost.variable_seconds(task.cached, task.tokens)
-    each = cost.per_chunk + task.decode_seconds
+    each = cost.per_chunk + cost.per_run * USUAL_RUNS + task.decode_seconds
     least = ceil(max(task.tokens / task.max_chunk, *(_least_chunks(task, one) for one in task.costs)))
     most = max(least, min(ceil(task.tokens / task.minimum), MAX_CHUNKS))
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
@@ -229,6 +232,21 @@ def _on_grid(task: Task, cost: ChunkCost, shares: Reals) -> Cuts:
     cuts = np.minimum(np.add.accumulate(sizes, axis=0), task.tokens)
     cuts[shares >= 1.0] = task.tokens
     return cuts
+
+
+def _repeated_runs(task: Task, ideal: float, most: int) -> list[Cuts]:
+    """Chunks of one length, all but the first where long runs end."""
+    unit = RUN_UNITS[0]
+    length = task.tokens / min(max(ideal, 1.0), most)
+    steps = np.arange(max(1, int(length / 2.5 / unit)), int(2 * length / unit) + 2)
+    lengths = (steps * unit)[steps * unit <= task.largest]
+    if not len(lengths):
+        return []
+    firsts = np.ceil(-task.cached % (lengths & -lengths) / task.grid) * task.grid
+    # The first one reaches the end of a run: alone, with half a length, or with a whole one, as limits allow.
+    parts = (0.0, 0.5, 1.0) if firsts.any() else (1.0,)
+    number = np.arange(2 + int(task.tokens / lengths[0]))[:, None]
+    return [np.minimum(firsts + lengths * (number + part), float(task.tokens)) for part in parts]
 
 
 def _few_chunks(task: Task) -> list[Cuts]:

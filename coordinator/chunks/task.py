@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ...proto.past_runs import FEWEST_CACHED
 from ..costs.cost_model import ChunkCost
 from ..costs.run_counts import count_of_past
 from .flow_shop import Cuts, Factors, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
@@ -15,6 +16,7 @@ SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
 MOST_DOUBLINGS = 20  # until a time is found that suffices
 BISECTIONS = 5  # of the time of one grid step
+RUN_UNITS = tuple(FEWEST_CACHED << doubled for doubled in range(3))  # at whose multiples there are few runs
 
 Chunks: TypeAlias = tuple[int, ...]
 
@@ -123,6 +125,18 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
         left -= size
         done += size
     return None
+
+
+def at_runs(task: Task, cuts: Cuts, unit: int) -> Cuts:
+    """All inner cuts where a past of whole `unit`s ends, or as little behind that as the grid has it.
+
+    What comes of it may break a rule.
+    """
+    places = np.rint((cuts + task.cached) / unit) * unit - task.cached
+    if unit % task.grid or task.cached % task.grid:
+        places = np.ceil(places / task.grid) * task.grid
+    places[cuts >= task.tokens] = task.tokens
+    return places
 
 
 def _seconds_of_past(cost: ChunkCost, cached: float) -> float:
