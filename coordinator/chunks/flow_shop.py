@@ -21,6 +21,7 @@ from ..costs.run_counts import run_counts
 Cuts: TypeAlias = npt.NDArray[np.float64]  # [chunks, lists], whole numbers; shorter lists repeat their end
 Factors: TypeAlias = npt.NDArray[np.float64]  # [stages, 3]: b, a, q; [stages, 4] with r, where runs cost anything
 Seconds: TypeAlias = npt.NDArray[np.float64]
+Reals: TypeAlias = npt.NDArray[np.float64]
 
 FEW_LISTS = 64  # up to which one call for all chunks is quicker than a call for each
 

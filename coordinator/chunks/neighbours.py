@@ -133,14 +133,15 @@ def cuts_around(task: Task, cuts: Reals) -> Cuts:
 
 def _on_runs(task: Task, cuts: Reals, bent: Cuts) -> list[Cuts]:
     """Each cut moved to where few runs are before it, downwards and upwards, and all cuts of bent lists."""
-    count = len(cuts)
-    found = [at_runs(task, bent, unit) for unit in RUN_UNITS]
-    inner = np.arange(count - 1)
-    for unit in RUN_UNITS:
-        for half in (-0.5, 0.5):  # of a unit and a grid step: the next multiple below, or above
-            moved = np.full((count + 1, count - 1), float(task.tokens))
-            moved[:count] = cuts[:, None]
-            places = at_runs(task, cuts[:-1] + half * (unit + task.grid), unit)
-            moved[inner, inner] = places
-            found.append(moved)
-    return found
+    inner = len(cuts) - 1
+    units = len(RUN_UNITS)
+    if not inner:
+        return []
+    aside = (np.array(RUN_UNITS) + task.grid) / 2  # from there the next place is another one
+    places = np.concatenate([at_runs(task, cuts[:-1, None] - aside), at_runs(task, cuts[:-1, None] + aside)], axis=1)
+    moved = np.empty((inner + 2, inner, 2 * units))
+    moved[:-1] = cuts[:, None, None]
+    moved[-1] = task.tokens
+    each = np.arange(inner)
+    moved[each, each] = places
+    return [at_runs(task, bent[:, :, None]).reshape(len(bent), -1), moved.reshape(inner + 2, -1)]

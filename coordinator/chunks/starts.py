@@ -238,7 +238,7 @@ def _repeated_runs(task: Task, ideal: float, most: int) -> list[Cuts]:
     """Chunks of one length, all but the first where long runs end."""
     unit = RUN_UNITS[0]
     length = task.tokens / min(max(ideal, 1.0), most)
-    steps = np.arange(max(1, int(length / 2.5 / unit)), int(2 * length / unit) + 2)
+    steps = np.arange(max(1, int(length / 1.6 / unit)), int(1.6 * length / unit) + 2)
     lengths = (steps * unit)[steps * unit <= task.largest]
     if not len(lengths):
         return []

@@ -10,13 +10,14 @@ import numpy as np
 from ...proto.past_runs import FEWEST_CACHED
 from ..costs.cost_model import ChunkCost
 from ..costs.run_counts import count_of_past
-from .flow_shop import Cuts, Factors, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
+from .flow_shop import Cuts, Factors, Reals, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
 
 SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
 MOST_DOUBLINGS = 20  # until a time is found that suffices
 BISECTIONS = 5  # of the time of one grid step
 RUN_UNITS = tuple(FEWEST_CACHED << doubled for doubled in range(3))  # at whose multiples there are few runs
+UNITS = np.array(RUN_UNITS, dtype=np.float64)
 
 Chunks: TypeAlias = tuple[int, ...]
 
@@ -127,16 +128,15 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
     return None
 
 
-def at_runs(task: Task, cuts: Cuts, unit: int) -> Cuts:
-    """All inner cuts where a past of whole `unit`s ends, or as little behind that as the grid has it.
+def at_runs(task: Task, cuts: Reals) -> Reals:
+    """Cuts [.., 1] moved to where a past of whole units of `RUN_UNITS` ends, or as little behind that as the grid has.
 
-    What comes of it may break a rule.
+    A unit a column: [.., units]. The end stays. What comes of it may break a rule.
     """
-    places = np.rint((cuts + task.cached) / unit) * unit - task.cached
-    if unit % task.grid or task.cached % task.grid:
+    places = np.rint((cuts + task.cached) / UNITS) * UNITS - task.cached
+    if task.cached % task.grid or RUN_UNITS[0] % task.grid:
         places = np.ceil(places / task.grid) * task.grid
-    places[cuts >= task.tokens] = task.tokens
-    return places
+    return np.where(cuts < task.tokens, places, task.tokens)
 
 
 def _seconds_of_past(cost: ChunkCost, cached: float) -> float:

@@ -1,5 +1,6 @@
 """How near the chosen chunks are to the best ones: held against every list there is."""
 
+from dataclasses import astuple, replace
 from math import inf
 
 import numpy as np
@@ -15,6 +16,7 @@ from gearshift.coordinator.chunks.flow_shop import (
 from gearshift.coordinator.chunks.search import best_chunks
 from gearshift.coordinator.chunks.task import Task, longest_within
 from gearshift.coordinator.costs.cost_model import ChunkCost
+from gearshift.coordinator.costs.run_counts import count_of_past
 from gearshift.tests.helpers.all_chunk_lists import best_of_all
 
 GRID, MINIMUM = 32, 64
@@ -31,7 +33,7 @@ def assert_near_the_best(task: Task) -> None:
 
 
 def scaled(cost: ChunkCost, factor: float) -> ChunkCost:
-    return ChunkCost(cost.per_chunk * factor, cost.per_token * factor, cost.per_pair * factor)
+    return ChunkCost(*(value * factor for value in astuple(cost)))
 
 
 PLAIN, ATTENTIVE = ChunkCost(50.0, 1.0), ChunkCost(20.0, 1.0, 4e-3)
@@ -111,10 +113,57 @@ def test_random_latency_bounds_are_kept_within_one_percent_of_the_best(
     assert_near_the_best(Task(tokens, cached, tuple(costs), GRID, MINIMUM, 4096, decode_seconds, longest))
 
 
+# As on GPUs: the least chunk has as many tokens as the least run.
+RUN_GRID, RUN_MINIMUM = 256, 512
+cost_with_runs = st.builds(
+    ChunkCost, st.floats(0.5, 20), st.floats(1e-3, 3e-2), st.floats(0, 1e-6), st.floats(0.05, 3)
+)
+work_with_runs = {
+    "tokens": st.integers(1, 18 * RUN_GRID),  # up to 16 grid steps every list is tried, beyond not
+    "cached": st.sampled_from([0, 512, 700, 2816, 7252]),
+    "decode_seconds": st.sampled_from([0.0, 2.0, 30.0]),
+}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cost=cost_with_runs, stages=st.integers(1, 4), **work_with_runs)
+def test_random_equal_stages_with_runs_are_within_one_percent_of_the_best(
+    cost: ChunkCost, stages: int, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    assert_near_the_best(Task(tokens, cached, (cost,) * stages, RUN_GRID, RUN_MINIMUM, 4096, decode_seconds))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    costs=st.lists(cost_with_runs | any_cost.map(lambda cost: scaled(cost, 1e-2)), min_size=2, max_size=4),
+    max_chunk=st.sampled_from([1024, 2048, 4096]),
+    **work_with_runs,
+)
+def test_random_unequal_stages_with_runs_are_within_one_percent_of_the_best(
+    costs: list[ChunkCost], max_chunk: int, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    assert_near_the_best(Task(tokens, cached, tuple(costs), RUN_GRID, RUN_MINIMUM, max_chunk, decode_seconds))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(costs=st.lists(cost_with_runs, min_size=1, max_size=4), room=st.floats(1.01, 4), **work_with_runs)
+def test_random_latency_bounds_are_kept_with_runs_too(
+    costs: list[ChunkCost], room: float, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    deepest = max(0, cached + tokens - RUN_MINIMUM)
+    most = max(range(cached, deepest + 1, RUN_GRID), key=count_of_past, default=cached)
+    runs = count_of_past(most)
+    longest = max(
+        replace(cost, per_run=0.0).seconds(deepest, RUN_MINIMUM) + runs * cost.per_run for cost in costs
+    )
+    task = Task(tokens, cached, tuple(costs), RUN_GRID, RUN_MINIMUM, 4096, decode_seconds, longest * room)
+    assert_near_the_best(task)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
-    chunks=st.lists(st.integers(1, 500), min_size=1, max_size=9),
-    costs=st.lists(any_cost, min_size=1, max_size=5),
+    chunks=st.lists(st.integers(1, 900), min_size=1, max_size=9),
+    costs=st.lists(any_cost | cost_with_runs, min_size=1, max_size=5),
     cached=st.integers(0, 3000),
     decode_seconds=st.sampled_from([0.0, 7.0]),
 )
