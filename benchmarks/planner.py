@@ -116,13 +116,18 @@ def own_time(repeats: int) -> dict[str, Any]:
 
 
 def random_task(draw: random.Random) -> Task:
-    """2 to 18 grid steps, 2 to 4 stages, half of them unequal; kept prefixes, decode in ticks, latency bounds."""
-    grid, minimum = 32, 64
+    """2 to 18 grid steps, 2 to 4 stages, half of them unequal; kept prefixes, decode in ticks, latency bounds.
+
+    Half of them as on a GPU, whose grid has 8 times as many tokens, with runs.
+    """
+    runs = draw.random() < 0.5
+    grid, minimum = (256, 512) if runs else (32, 64)
     tokens = draw.randint(2 * grid, 18 * grid)
     cached = draw.choice((0, 0, draw.randrange(1, 3000)))
 
     def cost() -> ChunkCost:
-        return ChunkCost(10 ** draw.uniform(0, 3.3), draw.uniform(0.2, 5), draw.choice((0.0, draw.uniform(0, 0.01))))
+        b, a, q = 10 ** draw.uniform(0, 3.3), draw.uniform(0.2, 5), draw.choice((0.0, draw.uniform(0, 0.01)))
+        return ChunkCost(b, a / 8, q / 64, 10 ** draw.uniform(0, 2.3)) if runs else ChunkCost(b, a, q)
 
     stages = draw.randint(2, 4)
     costs = (cost(),) * stages if draw.random() < 0.5 else tuple(cost() for _ in range(stages))

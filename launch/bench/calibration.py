@@ -42,7 +42,8 @@ def calibration_tables(found: Measurement) -> "list[Table]":
 def _stage_table(found: Measurement) -> "Table":
     from rich.table import Table
 
-    table = Table("chunks", "layers", title="seconds of a chunk: b + a x + q (2 L x + x²) + r n, after n runs", title_justify="left")
+    title = "seconds of a chunk: b + a x + q (2 L x + x²) + r n, its past in n runs"
+    table = Table("chunks", "layers", title=title, title_justify="left")
     for column in ("b, ms", "a, µs", "q, ns", "r, ms", "b/a, tokens", "worst fit"):
         table.add_column(column, justify="right")
     worst = _worst(chunk_residuals(found))

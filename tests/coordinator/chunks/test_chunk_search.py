@@ -17,7 +17,7 @@ from gearshift.coordinator.chunks.search import best_chunks
 from gearshift.coordinator.chunks.task import Task, longest_within
 from gearshift.coordinator.costs.cost_model import ChunkCost
 from gearshift.coordinator.costs.run_counts import count_of_past
-from gearshift.tests.helpers.all_chunk_lists import best_of_all
+from gearshift.tests.helpers.all_chunk_lists import best_of_all, best_on_equal_stages
 
 GRID, MINIMUM = 32, 64
 TOLERANCE = 1.01
@@ -204,6 +204,35 @@ def test_a_long_prompt_on_equal_stages_is_within_one_percent_of_the_continuous_o
     work, each = cost.variable_seconds(0, tokens), cost.per_chunk + decode_seconds
     best = work + (stages - 1) * each + 2 * ((stages - 1) * each * work) ** 0.5
     assert best * (1 - 1e-9) <= seconds <= best * TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [4608, 8192, 12_000])
+@pytest.mark.parametrize("cached", [0, 2816])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_longer_prompts_with_runs_are_within_one_percent_of_the_best(
+    stages: int, cached: int, tokens: int
+) -> None:
+    for factor in (0.3, 1.0, 3.0):  # of an 8B's runs on two H200
+        cost = ChunkCost(3.5e-3, 1.03e-5, 3e-10, factor * 7.5e-4)
+        task = Task(tokens, cached, (cost,) * stages, RUN_GRID, RUN_MINIMUM, 4096)
+        chunks, seconds = best_chunks(task)
+        assert seconds == pytest.approx(makespan_of_chunks(chunks, cached, task.costs))
+        assert seconds <= best_on_equal_stages(task) * TOLERANCE, chunks
+
+
+def test_the_best_on_equal_stages_is_the_best_of_all() -> None:
+    for tokens in (2000, 3072, 4500):
+        task = Task(tokens, 700, (ChunkCost(3.5e-3, 1e-5, 3e-10, 1e-3),) * 3, RUN_GRID, RUN_MINIMUM, 2048)
+        assert best_on_equal_stages(task) == pytest.approx(best_of_all(task))
+
+
+def test_plain_chunks_are_taken_where_they_take_next_to_no_longer() -> None:
+    """The search finds 2,048, 2,048, 1,024, 1,536 and 1,536, or the like, a fiftieth of a percent sooner."""
+    cost = ChunkCost(3.5e-3, 1.03e-5, 3e-10, 7.5e-4)
+    task = Task(8192, 0, (cost, cost), RUN_GRID, RUN_MINIMUM, 4096)
+    chunks, seconds = best_chunks(task)
+    assert chunks == (2048,) * 4
+    assert 1.0 < seconds / best_on_equal_stages(task) < 1.005
 
 
 def test_a_prompt_of_very_many_chunks_is_cut_without_a_search_through_them() -> None:

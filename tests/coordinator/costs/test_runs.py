@@ -147,8 +147,8 @@ def test_a_file_says_what_runs_cost_and_one_from_before_says_nothing() -> None:
     assert costs_from_json(old).stages[0].per_run == 0.0
 
 
-# Two H200 without peer access, half an 8B in Q4_K_M each: milliseconds of chunks (cached, tokens) at a start's points on
-# both stages, and of prompts of 8,192 tokens in lists of chunks.
+# Two H200 without peer access, half an 8B in Q4_K_M each: milliseconds of chunks (cached, tokens) at a start's points,
+# stage by stage, and of prompts of 8,192 tokens in lists of chunks.
 ON_STAGES = (
     {(0, 512): 10.1, (0, 2048): 25.69, (4096, 2048): 30.17, (3584, 512): 13.92},
     {(0, 512): 10.03, (0, 2048): 25.77, (4096, 2048): 31.7, (3584, 512): 13.67},
