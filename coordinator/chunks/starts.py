@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import ceil, floor, inf, sqrt
 
 import numpy as np
@@ -39,18 +39,16 @@ class CutTable:
 
 def _cut_table(pieces: int, apart: int) -> CutTable:
     """Cuts at least `apart` steps from the start and each other; the last piece may be shorter."""
-    rows = [
-        cuts
-        for count in range((pieces - 1) // apart + 2)
-        for cuts in combinations(range(apart, pieces), count)
-        if all(after - before >= apart for before, after in pairwise(cuts))
-    ]
+    rows: list[tuple[int, ...]] = [()]
+    for cuts in rows:  # grows by each list's continuations
+        rows += [(*cuts, place) for place in range((cuts[-1] if cuts else 0) + apart, pieces)]
     width = 1 + max(map(len, rows))
     places = np.array([cuts + (NO_CUT,) * (width - len(cuts)) for cuts in rows], dtype=np.float64)
     return CutTable(pieces, places.T, np.array([max(cuts, default=0) for cuts in rows]))
 
 
-CUTS_APART = _cut_table(16, 2)  # 987 lists
+CUTS_APART = _cut_table(18, 2)  # 987 lists for 16 pieces, 2,584 for all
+LONGEST_ALL, LONGEST_ALL_ON_RUNS = 16, 18  # pieces; with runs, of which neighbours know less, a search is no quicker
 EVERY_CUT = _cut_table(10, 1)  # 512 lists: where one grid step may be a chunk
 # (places, choices of 1, 2 and 3 cuts among them)
 FEW_CUTS = tuple(
@@ -72,7 +70,8 @@ def every_cut(task: Task) -> Cuts | None:
     """All chunk lists of a short prompt; None for a longer one."""
     pieces = ceil(task.tokens / task.grid)
     apart = task.minimum != task.grid
-    if pieces > (CUTS_APART if apart else EVERY_CUT).pieces:
+    longest = LONGEST_ALL_ON_RUNS if task.past_in_runs else LONGEST_ALL
+    if pieces > (longest if apart else EVERY_CUT.pieces):
         return None
     return np.minimum(_cuts_of(pieces, apart) * task.grid, task.tokens)
 
@@ -243,10 +242,14 @@ def _repeated_runs(task: Task, ideal: float, most: int) -> list[Cuts]:
     if not len(lengths):
         return []
     firsts = np.ceil(-task.cached % (lengths & -lengths) / task.grid) * task.grid
-    # The first one reaches the end of a run: alone, with half a length, or with a whole one, as limits allow.
-    parts = (0.0, 0.5, 1.0) if firsts.any() else (1.0,)
     number = np.arange(2 + int(task.tokens / lengths[0]))[:, None]
-    return [np.minimum(firsts + lengths * (number + part), float(task.tokens)) for part in parts]
+    whole = firsts + lengths * (number + 1)
+    found = [whole]
+    if firsts.any():
+        # The first one reaches the end of a run: alone, with half a length, with a whole one, or that in two.
+        halves = np.floor(whole[:1] / 2 / task.grid) * task.grid
+        found += [whole - lengths, whole - lengths / 2, np.concatenate([halves, whole])]
+    return [np.minimum(cuts, float(task.tokens)) for cuts in found]
 
 
 def _few_chunks(task: Task) -> list[Cuts]:

@@ -151,8 +151,7 @@ def test_random_latency_bounds_are_kept_with_runs_too(
     costs: list[ChunkCost], room: float, tokens: int, cached: int, decode_seconds: float
 ) -> None:
     deepest = max(0, cached + tokens - RUN_MINIMUM)
-    most = max(range(cached, deepest + 1, RUN_GRID), key=count_of_past, default=cached)
-    runs = count_of_past(most)
+    runs = max(count_of_past(past) for past in range(cached, cached + tokens, RUN_GRID))
     longest = max(
         replace(cost, per_run=0.0).seconds(deepest, RUN_MINIMUM) + runs * cost.per_run for cost in costs
     )
