@@ -143,7 +143,7 @@ def main() -> None:
             for rank in range(ranks):
                 every = (run for some in runs.values() for run in some)
                 own.setdefault(rank, []).extend(point for run in every for point in chunk_points(run, rank))
-    fitted = [fit(points) for points in own.values()]
+    fitted = [fit(points, stage.per_run > 0) for points, stage in zip(own.values(), stages, strict=True)]
     print(f"{'prompt':>7} {'rule':>14} {'tok/s':>30} {'busy':>5}  chunks")
     for one in found:
         for name, told in one["rules"].items():
@@ -156,7 +156,7 @@ def main() -> None:
         "benchmark": "chunks", "model": opened.spec.name, "workers": options.workers, "seed": options.seed,
         "rounds": options.rounds, "warm_up": "one round", "max_chunk": max_chunk, **facts, "prompts": found,
         "ratio_at_start": ratio(stages), "ratio_of_runs": ratio(fitted),
-        "stages_of_runs": [{"b": c.per_chunk, "a": c.per_token, "q": c.per_pair} for c in fitted],
+        "stages_of_runs": [{"b": c.per_chunk, "a": c.per_token, "q": c.per_pair, "r": c.per_run} for c in fitted],
     }  # fmt: skip
     print(json.dumps(record))
 

@@ -15,6 +15,7 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from math import inf
 from typing import Any
 
@@ -39,17 +40,22 @@ SPEEDS = {
     "4 unequal": (1.0, 1.2, 1.5, 0.8),
 }
 BESIDE = {"alone": Running(), "beside 2 answers": Running(tensor=2, cached_tokens=1000)}
-# b, a, q of a stage: as measured for half an 8B on a card, and for half a 135M on a core.
-STAGES = {"cuda": ChunkCost(2.4e-3, 1.2e-5, 1.5e-10), "cpu": ChunkCost(4e-3, 3.2e-4, 2e-8)}
-STEP = {"cuda": StepCost(((1, 2e-3), (4, 2.6e-3))), "cpu": StepCost(((1, 1.6e-2), (4, 2.2e-2)))}
-BUFFERS = {"cuda": 8192, "cpu": 2048}
+# b, a, q and r of a stage: as measured for half an 8B on a card, without and with runs, and for half a 135M on a core.
+STAGES = {
+    "cuda": ChunkCost(2.4e-3, 1.2e-5, 1.5e-10),
+    "cuda with runs": ChunkCost(3.5e-3, 1.03e-5, 3e-10, 7.5e-4),
+    "cpu": ChunkCost(4e-3, 3.2e-4, 2e-8),
+}
+CUDA_STEP = StepCost(((1, 2e-3), (4, 2.6e-3)))
+STEP = {"cuda": CUDA_STEP, "cuda with runs": CUDA_STEP, "cpu": StepCost(((1, 1.6e-2), (4, 2.2e-2)))}
+BUFFERS = {"cuda": 8192, "cuda with runs": 8192, "cpu": 2048}
 VOCAB, CONTEXT, ANSWER = 128_000, 40_000, 128
 GOAL_MICROSECONDS = 1000
 OTHER_BYTES = 64 << 20  # written between two cold runs: more than a core's caches hold
 
 
 def scaled(cost: ChunkCost, factor: float) -> ChunkCost:
-    return ChunkCost(cost.per_chunk * factor, cost.per_token * factor, cost.per_pair * factor)
+    return ChunkCost(*(value * factor for value in astuple(cost)))
 
 
 def group(device: str, speeds: Sequence[float], beside: Running) -> GroupSnapshot:
@@ -62,7 +68,8 @@ def group(device: str, speeds: Sequence[float], beside: Running) -> GroupSnapsho
         to_tensor=ShiftCost(1e-3, 1e-7),
         to_layer=ShiftCost(1e-3, 1e-7),
     )
-    return GroupSnapshot(len(speeds), VOCAB, CONTEXT, costs, Limits.for_device(device, BUFFERS[device]), beside)
+    limits = Limits.for_device(device.split()[0], BUFFERS[device])
+    return GroupSnapshot(len(speeds), VOCAB, CONTEXT, costs, limits, beside)
 
 
 def warm_microseconds(plan: Callable[[], object], repeats: int) -> float:
@@ -96,9 +103,9 @@ def own_time(repeats: int) -> dict[str, Any]:
                         return plan_request(RequestId(0), request, where)
 
                     row.append((warm_microseconds(plan, repeats), cold_microseconds(plan, repeats)))
-    print(f"{'µs a request: warm (cold)':34}" + "".join(f"{tokens:>13,}" for tokens in PROMPTS))
+    print(f"{'µs a request: warm (cold)':42}" + "".join(f"{tokens:>13,}" for tokens in PROMPTS))
     for name, row in rows.items():
-        print(f"{name:34}" + "".join(f"{f'{warm:.0f} ({cold:.0f})':>13}" for warm, cold in row))
+        print(f"{name:42}" + "".join(f"{f'{warm:.0f} ({cold:.0f})':>13}" for warm, cold in row))
     most_warm, most_cold = (max(both[part] for row in rows.values() for both in row) for part in (0, 1))
     print(f"at most {most_warm:.0f} warm, {most_cold:.0f} cold (goal {GOAL_MICROSECONDS})")
     told = {name: [(round(warm), round(cold)) for warm, cold in row] for name, row in rows.items()}
@@ -109,13 +116,18 @@ def own_time(repeats: int) -> dict[str, Any]:
 
 
 def random_task(draw: random.Random) -> Task:
-    """2 to 18 grid steps, 2 to 4 stages, half of them unequal; kept prefixes, decode in ticks, latency bounds."""
-    grid, minimum = 32, 64
+    """2 to 18 grid steps, 2 to 4 stages, half of them unequal; kept prefixes, decode in ticks, latency bounds.
+
+    Half of them as on a GPU, whose grid has 8 times as many tokens, with runs.
+    """
+    runs = draw.random() < 0.5
+    grid, minimum = (256, 512) if runs else (32, 64)
     tokens = draw.randint(2 * grid, 18 * grid)
     cached = draw.choice((0, 0, draw.randrange(1, 3000)))
 
     def cost() -> ChunkCost:
-        return ChunkCost(10 ** draw.uniform(0, 3.3), draw.uniform(0.2, 5), draw.choice((0.0, draw.uniform(0, 0.01))))
+        b, a, q = 10 ** draw.uniform(0, 3.3), draw.uniform(0.2, 5), draw.choice((0.0, draw.uniform(0, 0.01)))
+        return ChunkCost(b, a / 8, q / 64, 10 ** draw.uniform(0, 2.3)) if runs else ChunkCost(b, a, q)
 
     stages = draw.randint(2, 4)
     costs = (cost(),) * stages if draw.random() < 0.5 else tuple(cost() for _ in range(stages))

@@ -104,7 +104,7 @@ class CostsMeasured(Report, frozen=True):
     One figure for each of the steps asked for, in their order: `hops` makes a stage's result known to all, once a
     stage, `tails` is the head, the choice and its announcement, `heads` the own part of the head alone; `device_steps`
     are whole steps as the device runs them by itself, empty where it does not. `embeds`: the tokens of each of the
-    chunks looked up.
+    chunks looked up. `past_in_runs`: this rank attends a chunk's past in runs (proto/past_runs.py).
     """
 
     kinds: tuple[KindSeconds, ...] = ()
@@ -116,6 +116,7 @@ class CostsMeasured(Report, frozen=True):
     transfers: tuple[TransferSeconds, ...] = ()
     host_copies: tuple[float, ...] = ()
     embeds: tuple[float, ...] = ()
+    past_in_runs: bool = False
 
 
 class SampledToken(Struct, frozen=True):

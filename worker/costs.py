@@ -71,6 +71,7 @@ class CostMeter:
             transfers=transfer_seconds(links, watch, command.transfer_bytes),
             host_copies=host_copy_seconds(self._device, watch, command.host_copy_bytes),
             embeds=_each_once([tokens for _, tokens in command.chunks], self._embedding),
+            past_in_runs=self._decoder.past_in_runs,
         )
         for steps in (self._steps, self._layer_steps):
             if steps is not None:

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
+from ..costs.run_counts import run_counts
 
 Cuts: TypeAlias = npt.NDArray[np.float64]  # [chunks, lists], whole numbers; shorter lists repeat their end
-Factors: TypeAlias = npt.NDArray[np.float64]  # [stages, 3]: b, a, q
+Factors: TypeAlias = npt.NDArray[np.float64]  # [stages, 3]: b, a, q; [stages, 4] with r, where runs cost anything
 Seconds: TypeAlias = npt.NDArray[np.float64]
+Reals: TypeAlias = npt.NDArray[np.float64]
 
 FEW_LISTS = 64  # up to which one call for all chunks is quicker than a call for each
 
@@ -67,7 +69,9 @@ def makespan_of_chunks(
 
 def factors_of(costs: Sequence[ChunkCost]) -> Factors:
     """As many lists are priced with."""
-    return np.array([(cost.per_chunk, cost.per_token, cost.per_pair) for cost in costs])
+    if not any(cost.per_run for cost in costs):
+        return np.array([(cost.per_chunk, cost.per_token, cost.per_pair) for cost in costs])
+    return np.array([(cost.per_chunk, cost.per_token, cost.per_pair, cost.per_run) for cost in costs])
 
 
 def makespans_of_lists(
@@ -81,15 +85,18 @@ def makespans_of_lists(
 def makespans_of_cuts(cuts: Cuts, cached: int, factors: Factors, decode_seconds: float = 0.0) -> Seconds:
     """Of many lists."""
     width, rows = cuts.shape
-    stages = len(factors)
+    stages, kinds = factors.shape
     inner = cuts < cuts[-1]
     counts = np.add.reduce(inner, axis=0) + 1.0
-    done = np.empty((3, width, rows))  # chunks, tokens, pairs
+    done = np.empty((kinds, width, rows))  # chunks, tokens, pairs, runs
     np.minimum(_numbers(width), counts, out=done[0])
     done[1] = cuts
     np.multiply(cuts, cuts + 2 * cached, out=done[2])
+    if kinds > 3:
+        tokens, before = _chunks_of_cuts(cuts)
+        np.add.accumulate(run_counts(before + cached, tokens, cached + cuts[-1, 0]), axis=0, out=done[3])
     # A stage at a time: what is looked at then stays in the processor's cache.
-    worked = ((factor @ done.reshape(3, -1)).reshape(width, rows) for factor in factors)
+    worked = ((factor @ done.reshape(kinds, -1)).reshape(width, rows) for factor in factors)
     if decode_seconds <= 0:
         return _free_makespans(worked, stages)
     ticks = np.zeros((width + stages - 1, rows))
@@ -103,14 +110,23 @@ def makespans_of_cuts(cuts: Cuts, cached: int, factors: Factors, decode_seconds:
 
 def longest_of_cuts(cuts: Cuts, cached: int, costs: Sequence[ChunkCost]) -> Seconds:
     """The longest time of any chunk on any stage of each list."""
-    before = np.zeros_like(cuts)
-    before[1:] = cuts[:-1]
-    tokens = cuts - before
-    pairs = tokens * (2 * (cached + before) + tokens)
-    real = tokens > 0
-    durations = (cost.per_chunk * real + cost.per_token * tokens + cost.per_pair * pairs for cost in costs)
+    tokens, before = _chunks_of_cuts(cuts)
+    before += cached
+    factors = factors_of(costs)
+    each = np.empty((factors.shape[1], *cuts.shape))
+    each[0], each[1], each[2] = tokens > 0, tokens, tokens * (2 * before + tokens)
+    if len(each) > 3:
+        each[3] = run_counts(before, tokens, cached + cuts[-1, 0])
+    durations = ((factor @ each.reshape(len(each), -1)).reshape(cuts.shape) for factor in factors)
     longest: Seconds = np.max([duration.max(axis=0) for duration in durations], axis=0)
     return longest
+
+
+def _chunks_of_cuts(cuts: Cuts) -> tuple[Seconds, Seconds]:
+    """Tokens of each chunk, and of those before it; 0 tokens behind a list's end."""
+    before = np.zeros_like(cuts)
+    before[1:] = cuts[:-1]
+    return cuts - before, before
 
 
 def _numbers(width: int) -> Seconds:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .flow_shop import Cuts
-from .task import Task
+from .task import RUN_UNITS, Task, at_runs
 
 SHORT_LIST = 6  # chunks up to which a step from each chunk to each other one is looked at
 LONGEST_DESCENT = 20  # chunks; in longer lists a grid step is next to nothing
@@ -126,4 +126,22 @@ def cuts_around(task: Task, cuts: Reals) -> Cuts:
     bent = np.rint((whole[known.bent_from] + known.bent_by * sizes[known.bent_from]) / task.grid) * task.grid
     bent[known.bent_ends] = task.tokens
     found[:, changed:] = bent
-    return found
+    if not task.past_in_runs:
+        return found
+    return np.concatenate([found, *_on_runs(task, cuts, bent)], axis=1)
+
+
+def _on_runs(task: Task, cuts: Reals, bent: Cuts) -> list[Cuts]:
+    """Each cut moved to where few runs are before it, downwards and upwards, and all cuts of bent lists."""
+    inner = len(cuts) - 1
+    units = len(RUN_UNITS)
+    if not inner:
+        return []
+    aside = (np.array(RUN_UNITS) + task.grid) / 2  # from there the next place is another one
+    places = np.concatenate([at_runs(task, cuts[:-1, None] - aside), at_runs(task, cuts[:-1, None] + aside)], axis=1)
+    moved = np.empty((inner + 2, inner, 2 * units))
+    moved[:-1] = cuts[:, None, None]
+    moved[-1] = task.tokens
+    each = np.arange(inner)
+    moved[each, each] = places
+    return [at_runs(task, bent[:, :, None]).reshape(len(bent), -1), moved.reshape(inner + 2, -1)]

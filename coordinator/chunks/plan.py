@@ -2,7 +2,8 @@
 
 For S equal stages the makespan is the sum of the chunks' times and S-1 times the longest of them; with
 t(L, x) = b + a x + q (2 L x + x²) the sum is m b + W wherever the m - 1 cuts fall, so chunks of equal time are best
-and m* = sqrt((S-1) W / b). The plain rule is the same with q = 0: C = sqrt(n (b/a) / (S-1)).
+and m* = sqrt((S-1) W / b). The plain rule is the same with q = 0: C = sqrt(n (b/a) / (S-1)). Where a past is attended
+in runs, cuts that few runs come before are better than others: only the search knows of that.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,12 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import TypeAlias
 
+import numpy as np
+
 from ...proto.errors import InputError
 from ..costs.cost_model import ChunkCost
-from .flow_shop import makespans_of_lists
+from ..costs.run_counts import count_of_past
+from .flow_shop import longest_of_cuts, makespans_of_lists
 from .search import best_chunks
 from .task import Task, filled, longest_within
 
@@ -132,7 +136,11 @@ def plan_chunks(
 
 def _within_bound(task: Task) -> int:
     """Tokens of a chunk that keeps the latency bound wherever it lies; the last one lies deepest."""
-    fits = min(longest_within(cost, task.cached + task.tokens, task.longest_seconds) for cost in task.costs)
+    deep = task.cached + task.tokens
+    pasts = range(task.cached, deep, task.grid) if task.past_in_runs else range(1)
+    most = max(map(count_of_past, pasts))
+    costs = [replace(cost, per_chunk=cost.per_chunk + most * cost.per_run, per_run=0.0) for cost in task.costs]
+    fits = min(longest_within(cost, deep, task.longest_seconds) for cost in costs)
     return max(int(fits) // task.grid * task.grid, task.grid) if fits < task.tokens else task.tokens
 
 
@@ -217,11 +225,20 @@ def _task(
     longest = inf
     if limits.token_gap_seconds < inf:
         longest = limits.token_gap_seconds - decode_seconds
-        deep = max(0, cached + tokens - grid)
-        if max(cost.seconds(deep, minimum) for cost in costs) > longest:
+        if _longest_step(tokens, cached, costs, minimum, grid) > longest:
             minimum = grid
-        longest = max(longest, *(cost.seconds(deep, grid) for cost in costs))
+        longest = max(longest, _longest_step(tokens, cached, costs, grid, grid))
     return Task(tokens, cached, tuple(costs), grid, minimum, limits.max_chunk, decode_seconds, longest)
+
+
+def _longest_step(tokens: int, cached: int, costs: Sequence[ChunkCost], size: int, grid: int) -> float:
+    """Seconds of the longest of chunks of `size` tokens: the last one, or one whose past has more runs."""
+    deep = max(0, cached + tokens - grid)
+    longest = max(replace(cost, per_run=0.0).seconds(deep, size) for cost in costs)
+    if any(cost.per_run for cost in costs):
+        cuts = np.minimum(np.arange(size, tokens + size, size, dtype=np.float64), tokens)[:, None]
+        longest = max(longest, float(longest_of_cuts(cuts, cached, costs)[0]))
+    return longest
 
 
 def _told_bound(task: Task, limits: Limits) -> str:

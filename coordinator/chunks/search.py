@@ -10,10 +10,15 @@ import numpy as np
 from .flow_shop import Cuts
 from .neighbours import LONGEST_DESCENT, Reals, cuts_around
 from .starts import every_cut, starts, together
-from .task import Chunks, Task
+from .task import Chunks, Task, at_runs
 
 EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is the start
 THOROUGH_DESCENTS = 3
+PLAIN_LENGTHS = np.array([512, 1024, 2048, 4096, 8192])
+NEXT_TO_NONE = 1.005  # times as long that plain chunks may take
+FEW_CHUNKS = 10  # of a list from which, and from the next best, lists are looked for where runs count
+MOST_LOOKED_AT = 20_000  # of neighbours' chunks on all stages, before another round where runs count
+MOST_ON_RUNS = 16  # starts whose cuts are moved to where few runs are before them
 MOST_ROUNDS, FEWER_ROUNDS = 8, 4  # of a descent; each looks at all neighbours of a list at once
 
 Found: TypeAlias = tuple[Chunks, float]  # with its makespan in seconds
@@ -30,35 +35,65 @@ def best_chunks(task: Task) -> Found:
         prices = task.prices(every)
         best = int(prices.argmin())
         if prices[best] < inf:
-            return _chunks(_ended(every[:, best])), float(prices[best])
-    return _best_descent(task, starts(task, _stages_are_equal(task)))
+            return _plainer(task, (_chunks(_ended(every[:, best])), float(prices[best])))
+    return _plainer(task, _best_descent(task, starts(task, _stages_are_equal(task))))
+
+
+def _plainer(task: Task, found: Found) -> Found:
+    """Where runs count, chunks of one length that is a power of two instead, if these take next to no longer.
+
+    Lengths and depths that were not met before are compiled for, and costs that are refined change by more than that.
+    """
+    if not task.past_in_runs or len(found[0]) == 1:
+        return found
+    least, most = max(task.minimum, max(found[0]) // 2), min(task.largest, 2 * max(found[0]))
+    lengths = PLAIN_LENGTHS[(least <= PLAIN_LENGTHS) & (most >= PLAIN_LENGTHS)]
+    if not len(lengths):
+        return found
+    number = np.arange(1, 1 + -(-task.tokens // int(lengths[0])))[:, None]
+    cuts = np.minimum(lengths * number, float(task.tokens))
+    prices = task.prices(cuts)
+    best = int(prices.argmin())
+    return (_chunks(_ended(cuts[:, best])), float(prices[best])) if prices[best] <= found[1] * NEXT_TO_NONE else found
 
 
 def _best_descent(task: Task, begin: Cuts) -> Found:
     """Steepest descents from the best starts, each of another count of chunks, side by side."""
     prices = task.prices(begin)
+    if task.past_in_runs:
+        moved = _moved_to_runs(task, begin[:, prices.argsort()[:MOST_ON_RUNS]])
+        begin, prices = together([begin, moved], task.tokens), np.concatenate([prices, task.prices(moved)])
     counts = np.add.reduce(begin < task.tokens, axis=0)
     going: list[Place] = []
-    while len(going) < (THOROUGH_DESCENTS if task.short else 1) and (prices.min() < inf or not going):
+    most = THOROUGH_DESCENTS if task.short else 2 if task.past_in_runs and counts[prices.argmin()] < FEW_CHUNKS else 1
+    while len(going) < most and (prices.min() < inf or not going):
         best = int(prices.argmin())
         going.append((_ended(begin[:, best]), float(prices[best])))
         prices = np.where(counts == counts[best], inf, prices)
     found: list[Place] = []
-    for _ in range(MOST_ROUNDS if task.short else FEWER_ROUNDS):
+    looked_at = 0
+    for _ in range(MOST_ROUNDS if task.short or task.past_in_runs else FEWER_ROUNDS):
         found += [one for one in going if len(one[0]) > LONGEST_DESCENT]
         going = [one for one in going if len(one[0]) <= LONGEST_DESCENT]
-        if not going:
+        if not going or looked_at > MOST_LOOKED_AT:
             break
-        nearer = _nearer(task, going)
+        around = [cuts_around(task, cuts) for cuts, _ in going]
+        looked_at += sum(cuts.size for cuts in around) * task.stages if task.past_in_runs else 0
+        nearer = _nearer(task, going, around)
         found += [one for one, better in zip(going, nearer, strict=True) if better is None]
         going = [better for better in nearer if better is not None]
     cuts, price = min([*found, *going], key=lambda place: (place[1], len(place[0])))
     return _chunks(cuts), price
 
 
-def _nearer(task: Task, going: Sequence[Place]) -> list[Place | None]:
-    """Of each list the best neighbour, None where it is better than all of them."""
-    around = [cuts_around(task, cuts) for cuts, _ in going]
+def _moved_to_runs(task: Task, begin: Cuts) -> Cuts:
+    """All cuts of these lists where few runs are before them."""
+    some = begin[: 1 + int(np.count_nonzero(np.minimum.reduce(begin, axis=1) < task.tokens))]
+    return at_runs(task, some[:, :, None]).reshape(len(some), -1)
+
+
+def _nearer(task: Task, going: Sequence[Place], around: Sequence[Cuts]) -> list[Place | None]:
+    """Of each list the best of those around it, None where it is better than all of them."""
     prices = task.prices(together(around, task.tokens) if len(around) > 1 else around[0])
     nearer: list[Place | None] = []
     first = 0

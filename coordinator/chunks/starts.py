@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import ceil, floor, inf, sqrt
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
 from .flow_shop import Cuts, Seconds
-from .task import MAX_CHUNKS, Chunks, Task, evened, filled
+from .task import MAX_CHUNKS, RUN_UNITS, Chunks, Task, evened, filled
 
 FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = 6, 12, 24  # m* up to which more counts about it are tried, and from which fewer
 MOST_BY_FEW = 6  # m* up to which two to four chunks are tried at odd places
@@ -21,6 +21,7 @@ NO_CUT = 1 << 20
 # Of a grid step: how lengths are put on the grid; of the last ones, the last chunk takes all that is left.
 ROUNDINGS = np.array([0.0, 0.2, 0.4, 0.6, 0.8, 0.99, 0.0, 0.3])
 FREE_ENDS = 6
+USUAL_RUNS = 2  # of a chunk's past, in a good list
 MORE_CHUNKS, SPARE_CHUNKS = 1.5, 2  # there may be, where they are rounded down
 
 Numbers = npt.NDArray[np.int64]
@@ -38,18 +39,16 @@ class CutTable:
 
 def _cut_table(pieces: int, apart: int) -> CutTable:
     """Cuts at least `apart` steps from the start and each other; the last piece may be shorter."""
-    rows = [
-        cuts
-        for count in range((pieces - 1) // apart + 2)
-        for cuts in combinations(range(apart, pieces), count)
-        if all(after - before >= apart for before, after in pairwise(cuts))
-    ]
+    rows: list[tuple[int, ...]] = [()]
+    for cuts in rows:  # grows by each list's continuations
+        rows += [(*cuts, place) for place in range((cuts[-1] if cuts else 0) + apart, pieces)]
     width = 1 + max(map(len, rows))
     places = np.array([cuts + (NO_CUT,) * (width - len(cuts)) for cuts in rows], dtype=np.float64)
     return CutTable(pieces, places.T, np.array([max(cuts, default=0) for cuts in rows]))
 
 
-CUTS_APART = _cut_table(16, 2)  # 987 lists
+CUTS_APART = _cut_table(18, 2)  # 987 lists for 16 pieces, 2,584 for all
+LONGEST_ALL, LONGEST_ALL_ON_RUNS = 16, 18  # pieces; with runs, of which neighbours know less, a search is no quicker
 EVERY_CUT = _cut_table(10, 1)  # 512 lists: where one grid step may be a chunk
 # (places, choices of 1, 2 and 3 cuts among them)
 FEW_CUTS = tuple(
@@ -71,7 +70,8 @@ def every_cut(task: Task) -> Cuts | None:
     """All chunk lists of a short prompt; None for a longer one."""
     pieces = ceil(task.tokens / task.grid)
     apart = task.minimum != task.grid
-    if pieces > (CUTS_APART if apart else EVERY_CUT).pieces:
+    longest = LONGEST_ALL_ON_RUNS if task.past_in_runs else LONGEST_ALL
+    if pieces > (longest if apart else EVERY_CUT.pieces):
         return None
     return np.minimum(_cuts_of(pieces, apart) * task.grid, task.tokens)
 
@@ -86,6 +86,8 @@ def starts(task: Task, equal_stages: bool) -> Cuts:
             found += _few_chunks(task)
     if task.longest_seconds < inf or task.short:
         found += _within_limits(task, ideal, least, most)
+    if task.past_in_runs:
+        found += _repeated_runs(task, ideal, most)
     return together(found, task.tokens)
 
 
@@ -95,7 +97,7 @@ def _ideal_count(task: Task) -> tuple[float, int, int]:
     whole = [one.seconds(task.cached, task.tokens) for one in task.costs]
     stages = sum(whole) / max(whole) if max(whole) > 0 else float(task.stages)
     work = cost.variable_seconds(task.cached, task.tokens)
-    each = cost.per_chunk + task.decode_seconds
+    each = cost.per_chunk + cost.per_run * USUAL_RUNS + task.decode_seconds
     least = ceil(max(task.tokens / task.max_chunk, *(_least_chunks(task, one) for one in task.costs)))
     most = max(least, min(ceil(task.tokens / task.minimum), MAX_CHUNKS))
     ideal = sqrt(max(0.0, stages - 1) * work / each) if each > 0 else float(most)
@@ -229,6 +231,25 @@ def _on_grid(task: Task, cost: ChunkCost, shares: Reals) -> Cuts:
     cuts = np.minimum(np.add.accumulate(sizes, axis=0), task.tokens)
     cuts[shares >= 1.0] = task.tokens
     return cuts
+
+
+def _repeated_runs(task: Task, ideal: float, most: int) -> list[Cuts]:
+    """Chunks of one length, all but the first where long runs end."""
+    unit = RUN_UNITS[0]
+    length = task.tokens / min(max(ideal, 1.0), most)
+    steps = np.arange(max(1, int(length / 1.6 / unit)), int(1.6 * length / unit) + 2)
+    lengths = (steps * unit)[steps * unit <= task.largest]
+    if not len(lengths):
+        return []
+    firsts = np.ceil(-task.cached % (lengths & -lengths) / task.grid) * task.grid
+    number = np.arange(2 + int(task.tokens / lengths[0]))[:, None]
+    whole = firsts + lengths * (number + 1)
+    found = [whole]
+    if firsts.any():
+        # The first one reaches the end of a run: alone, with half a length, with a whole one, or that in two.
+        halves = np.floor(whole[:1] / 2 / task.grid) * task.grid
+        found += [whole - lengths, whole - lengths / 2, np.concatenate([halves, whole])]
+    return [np.minimum(cuts, float(task.tokens)) for cuts in found]
 
 
 def _few_chunks(task: Task) -> list[Cuts]:

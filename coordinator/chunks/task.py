@@ -7,13 +7,17 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ...proto.past_runs import FEWEST_CACHED
 from ..costs.cost_model import ChunkCost
-from .flow_shop import Cuts, Factors, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
+from ..costs.run_counts import count_of_past
+from .flow_shop import Cuts, Factors, Reals, Seconds, factors_of, longest_of_cuts, makespans_of_cuts
 
 SHORT_PROMPT = 20  # grid steps
 MAX_CHUNKS = 4096  # b = 0 would ask for chunks without end
 MOST_DOUBLINGS = 20  # until a time is found that suffices
 BISECTIONS = 5  # of the time of one grid step
+RUN_UNITS = tuple(FEWEST_CACHED << doubled for doubled in range(3))  # at whose multiples there are few runs
+UNITS = np.array(RUN_UNITS, dtype=np.float64)
 
 Chunks: TypeAlias = tuple[int, ...]
 
@@ -49,6 +53,11 @@ class Task:
         return self.tokens <= SHORT_PROMPT * self.grid
 
     @property
+    def past_in_runs(self) -> bool:
+        """Cuts at some places make what comes behind them cheaper than at others."""
+        return any(cost.per_run for cost in self.costs)
+
+    @property
     def largest(self) -> int:
         """The longest chunk on the grid."""
         return self.max_chunk // self.grid * self.grid
@@ -60,6 +69,7 @@ class Task:
             max(cost.per_chunk for cost in self.costs),
             max(cost.per_token for cost in self.costs),
             max(cost.per_pair for cost in self.costs),
+            max(cost.per_run for cost in self.costs),
         )
 
     def prices(self, cuts: Cuts) -> Seconds:
@@ -78,11 +88,11 @@ class Task:
 
 
 def longest_within(cost: ChunkCost, cached: float, seconds: float) -> float:
-    """Tokens x with t(L, x) = `seconds`, a real number: the root of q x² + (a + 2 q L) x = seconds - b.
+    """Tokens x with t(L, x) = `seconds`, a real number: the root of q x² + (a + 2 q L) x = seconds - b - r n.
 
-    Written so that no digits are lost when q is small. 0 where b alone takes longer.
+    Written so that no digits are lost when q is small. 0 where b and runs alone take longer.
     """
-    room = seconds - cost.per_chunk
+    room = seconds - cost.per_chunk - _seconds_of_past(cost, cached)
     if room <= 0:
         return 0.0
     slope = cost.per_token + 2 * cost.per_pair * cached
@@ -94,12 +104,13 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
     """Chunks that each take all of `seconds` that the grid allows; None where that breaks a rule or needs too many."""
     first, *others = costs
     grid, minimum, largest, max_chunk = task.grid, task.minimum, task.largest, task.max_chunk
-    room, a, q = seconds - first.per_chunk, first.per_token, first.per_pair
-    if room <= 0:
-        return None
+    most_room, a, q = seconds - first.per_chunk, first.per_token, first.per_pair
     chunks: list[int] = []
     left, done = task.tokens, task.cached
     while len(chunks) < most:
+        room = most_room - _seconds_of_past(first, done)
+        if room <= 0:
+            return None
         slope = a + 2 * q * done  # `longest_within`, without a call for each chunk
         root = slope + sqrt(slope * slope + 4 * q * room)
         fits = 2 * room / root if root > 0 else inf
@@ -115,6 +126,22 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
         left -= size
         done += size
     return None
+
+
+def at_runs(task: Task, cuts: Reals) -> Reals:
+    """Cuts [.., 1] moved to where a past of whole units of `RUN_UNITS` ends, or as little behind that as the grid has.
+
+    A unit a column: [.., units]. The end stays. What comes of it may break a rule.
+    """
+    places = np.rint((cuts + task.cached) / UNITS) * UNITS - task.cached
+    if task.cached % task.grid or RUN_UNITS[0] % task.grid:
+        places = np.ceil(places / task.grid) * task.grid
+    return np.where(cuts < task.tokens, places, task.tokens)
+
+
+def _seconds_of_past(cost: ChunkCost, cached: float) -> float:
+    """Of its runs."""
+    return cost.per_run * count_of_past(int(cached)) if cost.per_run else 0.0
 
 
 def evened(task: Task, cost: ChunkCost, count: int) -> Chunks | None:

@@ -8,25 +8,29 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.ids import Layout
+from .run_counts import run_count
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """Seconds of a chunk of x tokens after L cached ones: t(L, x) = b + a x + q (2 L x + x²).
+    """Seconds of a chunk of x tokens after L cached ones: t(L, x) = b + a x + q (2 L x + x²) + r n(L, x).
 
     `per_chunk` is b (dequantisation, launches), `per_token` a, `per_pair` q (attention; x² + 2 L x counts each pair
-    of query and key twice).
+    of query and key twice). `per_run` is r, of each of the n runs (`run_count`) that a past is attended in; 0 where it
+    is not.
     """
 
     per_chunk: float
     per_token: float
     per_pair: float = 0.0
+    per_run: float = 0.0
 
     def seconds(self, cached: int, tokens: int) -> float:
-        return self.per_chunk + self.variable_seconds(cached, tokens)
+        fixed = self.per_chunk + self.per_run * run_count(cached, tokens) if self.per_run else self.per_chunk
+        return fixed + self.variable_seconds(cached, tokens)
 
     def variable_seconds(self, cached: int, tokens: int) -> float:
-        """W: all but b. The sum over chunks is the same wherever the cuts fall."""
+        """W: all but b and runs. The sum over chunks is the same wherever the cuts fall."""
         return self.per_token * tokens + self.per_pair * tokens * (2 * cached + tokens)
 
 
@@ -151,21 +155,26 @@ def interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
     return low_seconds + slope * (at - low)
 
 
-def fit(points: Sequence[tuple[int, int, float]]) -> ChunkCost:
-    """b, a, q >= 0 of least relative squared error over (cached L, tokens x, seconds).
+def chunk_row(cached: int, tokens: int, past_in_runs: bool) -> list[float]:
+    """How often a chunk takes each of b, a, q and, `past_in_runs`, r."""
+    row = [1.0, float(tokens), float(tokens * (2 * cached + tokens))]
+    return [*row, float(run_count(cached, tokens))] if past_in_runs else row
 
-    Three columns have eight active sets: each is solved, and the best one without a negative value is taken, which
-    is the non-negative least squares solution.
+
+def fit(points: Sequence[tuple[int, int, float]], past_in_runs: bool = False) -> ChunkCost:
+    """b, a, q and, `past_in_runs`, r >= 0 of least relative squared error over (cached L, tokens x, seconds).
+
+    Three columns have eight active sets, four sixteen: each is solved, and the best one without a negative value is
+    taken, which is the non-negative least squares solution.
     """
     if not points:
         raise ValueError("a cost needs at least one measured point")
-    cached, tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    seconds = np.array([value for _, _, value in points], dtype=np.float64)
     weights = 1.0 / np.maximum(seconds, 1e-9)
-    rows = np.stack([np.ones_like(tokens), tokens, tokens * (2 * cached + tokens)], axis=1) * weights[:, None]
+    rows = np.array([chunk_row(cached, tokens, past_in_runs) for cached, tokens, _ in points]) * weights[:, None]
     goal = seconds * weights
-    scale = np.abs(rows).max(axis=0)  # columns differ by many powers of ten
-    best = _best_active_set(rows / scale, goal) / scale
-    return ChunkCost(float(best[0]), float(best[1]), float(best[2]))
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)  # columns differ by many powers of ten; none may have any runs
+    return ChunkCost(*map(float, _best_active_set(rows / scale, goal) / scale))
 
 
 def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -175,7 +184,8 @@ def _best_active_set(rows: npt.NDArray[np.float64], goal: npt.NDArray[np.float64
             columns = list(active)
             solved = np.linalg.lstsq(rows[:, columns], goal, rcond=None)[0]
             error = float(np.sum((rows[:, columns] @ solved - goal) ** 2))
-            # A larger set must be truly better: with too few points many fit alike, and the simplest is meant.
+            # A larger set must be truly better: with too few points many fit alike, and the simplest is meant, or
+            # that of the first columns.
             if solved.min() >= 0.0 and error < best_error - 1e-12:
                 best, best_error = np.zeros(rows.shape[1]), error
                 best[columns] = solved

@@ -160,6 +160,7 @@ def joined(reports: Sequence[CostsMeasured]) -> CostsMeasured:
         transfers=tuple(transfer for one in reports for transfer in one.transfers),
         host_copies=together([one.host_copies for one in reports]),
         embeds=together([one.embeds for one in reports]),
+        past_in_runs=any(one.past_in_runs for one in reports),
     )
 
 
@@ -240,9 +241,12 @@ def _costs(found: Measurement) -> Costs:
     host = [_line(plan.host_copy_bytes, one.host_copies) for one in found.ranks if one.host_copies]
     return Costs(
         stages=tuple(
-            fit_points(plan.chunks, found.stage_seconds(rank)) for rank in range(found.placement.ranks)
+            fit_points(plan.chunks, found.stage_seconds(rank), found.ranks[rank].past_in_runs)
+            for rank in range(found.placement.ranks)
         ),
-        tensor_prefill=fit_points(plan.tensor_chunks, tensor_seconds) if tensor_seconds else None,
+        tensor_prefill=fit_points(plan.tensor_chunks, tensor_seconds, any(one.past_in_runs for one in found.ranks))
+        if tensor_seconds
+        else None,
         decode_layer=_step_cost(plan.steps, found.layer_step_seconds()),
         decode_tensor=_step_cost(plan.steps, found.tensor_step_seconds()) if tensor_seconds else None,
         to_tensor=shift,
@@ -255,11 +259,12 @@ def _costs(found: Measurement) -> Costs:
     )
 
 
-def fit_points(points: Points, seconds: Sequence[float]) -> ChunkCost:
+def fit_points(points: Points, seconds: Sequence[float], past_in_runs: bool = False) -> ChunkCost:
     """Without any seconds: of a stage that has no layers."""
     if not seconds:
         return ChunkCost(0.0, 0.0)
-    return fit([(cached, tokens, value) for (cached, tokens), value in zip(points, seconds, strict=True)])
+    timed = [(cached, tokens, value) for (cached, tokens), value in zip(points, seconds, strict=True)]
+    return fit(timed, past_in_runs)
 
 
 def _step_cost(points: Points, seconds: Sequence[float]) -> StepCost:
@@ -306,20 +311,21 @@ def _layer_seconds(found: Measurement) -> LayerSeconds | None:
 
 def _kind_cost(found: Measurement, index: int, shares: Sequence[float]) -> LayerKindCost:
     kinds, points = [one.kinds[index] for one in found.ranks], found.plan.chunks
+    in_runs = [one.past_in_runs for one in found.ranks]
     timed = next((rank for rank, kind in enumerate(kinds) if kind.whole), None)
     whole = []
     for rank, kind in enumerate(kinds):
         if kind.whole or timed is None:
-            whole.append(fit_points(points, kind.whole))
+            whole.append(fit_points(points, kind.whole, in_runs[rank]))
             continue
         # Not on this rank: as another rank needs for it, times how much slower this one is with its own part.
         parts = zip(kind.part, kinds[timed].part, strict=True)
         slower = fmean(mine / theirs for mine, theirs in parts) * shares[timed] / shares[rank] if shares[rank] else 1.0
-        whole.append(fit_points(points, [slower * seconds for seconds in kinds[timed].whole]))
+        whole.append(fit_points(points, [slower * seconds for seconds in kinds[timed].whole], in_runs[timed]))
     return LayerKindCost(
         layers=kinds[0].layers,
         whole=tuple(whole),
-        part_chunk=tuple(fit_points(points, kind.part) for kind in kinds),
+        part_chunk=tuple(fit_points(points, kind.part, runs) for kind, runs in zip(kinds, in_runs, strict=True)),
         part_step_seconds=tuple(kind.part_steps[0] for kind in kinds),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...proto.commands import MeasureCosts
 from ...proto.model import LayerSpec
+from ...proto.past_runs import FEWEST_CACHED, FEWEST_ROWS
 
 Points = tuple[tuple[int, int], ...]
 
@@ -15,6 +16,7 @@ TRANSFER_BYTES = (MIB, 16 * MIB)
 THOROUGH_ROUNDS = 3
 CPU_PASS_PRODUCTS = 75_000_000_000  # multiplications of a timed pass: one or two seconds of a core
 LEAST_CHUNK = 32
+DEPTH_OF_RUNS = 8 * FEWEST_CACHED  # of three runs, below: a few shapes that a GPU's library compiles kernels for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,12 @@ def measuring_plan(
         longest = min(longest, max(LEAST_CHUNK, CPU_PASS_PRODUCTS // layer_values))
     short = max(1, longest // 4)
     deep = max(0, min(scale.chunk_depth, context_tokens - longest))
+    several = 0
+    if device != "cpu":
+        deep, several = _power_of_two(deep), _depth_of_runs(min(DEPTH_OF_RUNS - 1, context_tokens - short))
     chunks = [(0, short), (0, longest), (deep, longest)]
+    if several and short >= FEWEST_ROWS:
+        chunks.append((several, short))
     if thorough:
         chunks += [(0, longest // 2), (deep // 2, short), (deep, short)]
     room = max(0, context_tokens - STEP_ROOM)
@@ -105,6 +112,17 @@ def measuring_plan(
         host_copy_bytes=() if device == "cpu" else TRANSFER_BYTES,
         rounds=THOROUGH_ROUNDS if thorough else 1,
     )
+
+
+def _power_of_two(most: int) -> int:
+    """The greatest up to `most`, or 0: as a past one run at most, so that it tells what attention costs alone."""
+    return 1 << (most.bit_length() - 1) if most > 0 else 0
+
+
+def _depth_of_runs(most: int) -> int:
+    """A past of as many runs as one of up to `most` tokens can have, and nothing left over; 0 for fewer than two."""
+    depth = _power_of_two(most + FEWEST_CACHED) - FEWEST_CACHED
+    return depth if depth > FEWEST_CACHED else 0
 
 
 def layer_values(layer: LayerSpec, hidden: int) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
-from .cost_model import ChunkCost, Costs, StepCost
+from .cost_model import ChunkCost, Costs, StepCost, chunk_row
 from .overhead_refinement import OverheadRefinement
 from .shift_refinement import ShiftRefinement
 
@@ -32,6 +32,7 @@ SOLVED_EVERY = 4  # observations
 
 # (cached, tokens) of chunks and (batch, cached) of steps at which costs measured at start hold a fit
 CHUNK_PRIOR = ((0, 64), (0, 512), (1024, 64), (4096, 512))
+RUN_PRIOR = ((3584, 512),)  # beside, where a past is attended in runs: three of them
 STEP_PRIOR_DEPTHS = (0, 1024)
 
 
@@ -106,14 +107,20 @@ def non_negative(matrix: Array, goal: Array) -> Array:
 
 
 class ChunkFit:
-    """A stage's (or the tensor layout's) cost of chunks."""
+    """A stage's (or the tensor layout's) cost of chunks. Where runs cost nothing at start, none is looked for."""
 
     def __init__(self, cost: ChunkCost) -> None:
-        prior = [(_chunk_row(*point), cost.seconds(*point)) for point in CHUNK_PRIOR]
-        self.fit = FadingFit(prior, (cost.per_chunk, cost.per_token, cost.per_pair))
+        self._past_in_runs = cost.per_run > 0
+        points = (*CHUNK_PRIOR, *RUN_PRIOR) if self._past_in_runs else CHUNK_PRIOR
+        prior = [(self._row(*point), cost.seconds(*point)) for point in points]
+        measured = (cost.per_chunk, cost.per_token, cost.per_pair, cost.per_run)
+        self.fit = FadingFit(prior, measured if self._past_in_runs else measured[:3])
 
     def observe(self, chunk: Chunk, seconds: float) -> None:
-        self.fit.observe(_chunk_row(chunk.start, len(chunk.tokens)), seconds)
+        self.fit.observe(self._row(chunk.start, len(chunk.tokens)), seconds)
+
+    def _row(self, cached: int, tokens: int) -> list[float]:
+        return chunk_row(cached, tokens, self._past_in_runs)
 
     @property
     def cost(self) -> ChunkCost:
@@ -246,7 +253,3 @@ class CostRefinement:
             self._steps[batch.layout].observe(batch, min(report.decode_seconds for report in reports))
             if not (tick.moves or tick.late_moves):
                 self.overhead.steps_run(tick, tuple(reports))
-
-
-def _chunk_row(cached: int, tokens: int) -> tuple[float, float, float]:
-    return 1.0, float(tokens), float(tokens * (2 * cached + tokens))

@@ -1,7 +1,7 @@
 """How long a request takes in each pair of layouts, part by part, from measured costs. Pure arithmetic."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...proto.ids import Layout
@@ -114,7 +114,7 @@ def stages_with_overhead(costs: Costs, layout: Layout) -> tuple[ChunkCost, ...]:
     """
     whole, beside = costs.tensor_prefill, costs.overhead.chunk_seconds
     stages = costs.stages if layout is Layout.LAYER else (whole,) if whole is not None else ()
-    return tuple(ChunkCost(one.per_chunk + beside, one.per_token, one.per_pair) for one in stages)
+    return tuple(replace(one, per_chunk=one.per_chunk + beside) for one in stages)
 
 
 def step_seconds(task: Task, costs: Costs, own: Layout | None) -> float | None:

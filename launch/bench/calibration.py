@@ -42,8 +42,9 @@ def calibration_tables(found: Measurement) -> "list[Table]":
 def _stage_table(found: Measurement) -> "Table":
     from rich.table import Table
 
-    table = Table("chunks", "layers", title="seconds of a chunk: b + a x + q (2 L x + x²)", title_justify="left")
-    for column in ("b, ms", "a, µs", "q, ns", "b/a, tokens", "worst fit"):
+    title = "seconds of a chunk: b + a x + q (2 L x + x²) + r n, its past in n runs"
+    table = Table("chunks", "layers", title=title, title_justify="left")
+    for column in ("b, ms", "a, µs", "q, ns", "r, ms", "b/a, tokens", "worst fit"):
         table.add_column(column, justify="right")
     worst = _worst(chunk_residuals(found))
     for stage, (cost, layers) in enumerate(zip(found.costs.stages, found.placement.stages, strict=True)):
@@ -56,7 +57,8 @@ def _stage_table(found: Measurement) -> "Table":
 
 def _of_cost(cost: ChunkCost) -> tuple[str, ...]:
     ratio = f"{cost.per_chunk / cost.per_token:,.0f}" if cost.per_token else "-"
-    return f"{cost.per_chunk * 1e3:.3g}", f"{cost.per_token * 1e6:.4g}", f"{cost.per_pair * 1e9:.3g}", ratio
+    run = f"{cost.per_run * 1e3:.3g}" if cost.per_run else "-"
+    return f"{cost.per_chunk * 1e3:.3g}", f"{cost.per_token * 1e6:.4g}", f"{cost.per_pair * 1e9:.3g}", run, ratio
 
 
 def _worst(residuals: Sequence[ChunkResidual]) -> dict[int | None, str]:

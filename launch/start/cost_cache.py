@@ -33,7 +33,7 @@ SPEED_VARIABLES = (
 SPEED_PREFIXES = ("NCCL_", "GLOO_")
 
 # Counts up where what is timed or learnt changes: costs of other versions are measured anew.
-MEASURED = 2  # with what is beside chunks and steps, and the tokens' lookup
+MEASURED = 3  # with what the runs of a past cost, and depths that tell them from attention
 
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 

@@ -39,6 +39,7 @@ class NotedDecoder:
     passes: list[tuple[tuple[int, ...], Layout, int, int, bool]] = field(default_factory=list)
     sums: bool = True
     embedded: set[int] = field(default_factory=set)  # of how many tokens
+    past_in_runs: bool = False
 
     def without_collectives(self) -> "NotedDecoder":
         return NotedDecoder(self.passes, sums=False)

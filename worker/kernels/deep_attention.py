@@ -2,7 +2,7 @@
 
 The library's kernel (cuDNN) for an unmasked rectangle is faster than the one for a causal mask at its lower right, from
 which these cards have most to gain (docs/lab_notes.md). So it takes the past in runs of few lengths
-(`attention_shapes`), and what no run has together with the chunk as one causal square, filled up with rows before and
+(`past_runs`), and what no run has together with the chunk as one causal square, filled up with rows before and
 behind that are nobody's. All tell the logs of their sums, by which they join. A few rows behind a long past are the
 flash kernel's, which serves any shape as it is but is slower, and whose threads' stacks take 94 MiB of an H200.
 """
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from .attention_shapes import FEWEST_ROWS, compiled_rows, past_runs
+from ...proto.past_runs import FEWEST_ROWS, past_runs
+from .attention_shapes import compiled_rows
 from .first_runs import FirstRuns
 from .step_ops import join_attention
 

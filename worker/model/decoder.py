@@ -64,6 +64,11 @@ class Decoder:
     def weights(self) -> Weights:
         return self._weights
 
+    @property
+    def past_in_runs(self) -> bool:
+        """Whether a chunk's past is attended in runs (proto/past_runs.py), each of which takes some time."""
+        return False
+
     def prepare_next(self) -> bool:
         """Do ahead a little of what later passes would take at their first time; whether more may be left."""
         return False

@@ -73,6 +73,10 @@ class DeviceDecoder(Decoder):
         return self._spec
 
     @property
+    def past_in_runs(self) -> bool:
+        return self._deep is not None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of queries and of what attention gathers."""
         return self._dtype

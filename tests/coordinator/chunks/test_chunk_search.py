@@ -1,5 +1,6 @@
 """How near the chosen chunks are to the best ones: held against every list there is."""
 
+from dataclasses import astuple, replace
 from math import inf
 
 import numpy as np
@@ -15,7 +16,8 @@ from gearshift.coordinator.chunks.flow_shop import (
 from gearshift.coordinator.chunks.search import best_chunks
 from gearshift.coordinator.chunks.task import Task, longest_within
 from gearshift.coordinator.costs.cost_model import ChunkCost
-from gearshift.tests.helpers.all_chunk_lists import best_of_all
+from gearshift.coordinator.costs.run_counts import count_of_past
+from gearshift.tests.helpers.all_chunk_lists import best_of_all, best_on_equal_stages
 
 GRID, MINIMUM = 32, 64
 TOLERANCE = 1.01
@@ -31,7 +33,7 @@ def assert_near_the_best(task: Task) -> None:
 
 
 def scaled(cost: ChunkCost, factor: float) -> ChunkCost:
-    return ChunkCost(cost.per_chunk * factor, cost.per_token * factor, cost.per_pair * factor)
+    return ChunkCost(*(value * factor for value in astuple(cost)))
 
 
 PLAIN, ATTENTIVE = ChunkCost(50.0, 1.0), ChunkCost(20.0, 1.0, 4e-3)
@@ -111,10 +113,56 @@ def test_random_latency_bounds_are_kept_within_one_percent_of_the_best(
     assert_near_the_best(Task(tokens, cached, tuple(costs), GRID, MINIMUM, 4096, decode_seconds, longest))
 
 
+# As on GPUs: the least chunk has as many tokens as the least run.
+RUN_GRID, RUN_MINIMUM = 256, 512
+cost_with_runs = st.builds(
+    ChunkCost, st.floats(0.5, 20), st.floats(1e-3, 3e-2), st.floats(0, 1e-6), st.floats(0.05, 3)
+)
+work_with_runs = {
+    "tokens": st.integers(1, 18 * RUN_GRID),  # up to 16 grid steps every list is tried, beyond not
+    "cached": st.sampled_from([0, 512, 700, 2816, 7252]),
+    "decode_seconds": st.sampled_from([0.0, 2.0, 30.0]),
+}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cost=cost_with_runs, stages=st.integers(1, 4), **work_with_runs)
+def test_random_equal_stages_with_runs_are_within_one_percent_of_the_best(
+    cost: ChunkCost, stages: int, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    assert_near_the_best(Task(tokens, cached, (cost,) * stages, RUN_GRID, RUN_MINIMUM, 4096, decode_seconds))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    costs=st.lists(cost_with_runs | any_cost.map(lambda cost: scaled(cost, 1e-2)), min_size=2, max_size=4),
+    max_chunk=st.sampled_from([1024, 2048, 4096]),
+    **work_with_runs,
+)
+def test_random_unequal_stages_with_runs_are_within_one_percent_of_the_best(
+    costs: list[ChunkCost], max_chunk: int, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    assert_near_the_best(Task(tokens, cached, tuple(costs), RUN_GRID, RUN_MINIMUM, max_chunk, decode_seconds))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(costs=st.lists(cost_with_runs, min_size=1, max_size=4), room=st.floats(1.01, 4), **work_with_runs)
+def test_random_latency_bounds_are_kept_with_runs_too(
+    costs: list[ChunkCost], room: float, tokens: int, cached: int, decode_seconds: float
+) -> None:
+    deepest = max(0, cached + tokens - RUN_MINIMUM)
+    runs = max(count_of_past(past) for past in range(cached, cached + tokens, RUN_GRID))
+    longest = max(
+        replace(cost, per_run=0.0).seconds(deepest, RUN_MINIMUM) + runs * cost.per_run for cost in costs
+    )
+    task = Task(tokens, cached, tuple(costs), RUN_GRID, RUN_MINIMUM, 4096, decode_seconds, longest * room)
+    assert_near_the_best(task)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
-    chunks=st.lists(st.integers(1, 500), min_size=1, max_size=9),
-    costs=st.lists(any_cost, min_size=1, max_size=5),
+    chunks=st.lists(st.integers(1, 900), min_size=1, max_size=9),
+    costs=st.lists(any_cost | cost_with_runs, min_size=1, max_size=5),
     cached=st.integers(0, 3000),
     decode_seconds=st.sampled_from([0.0, 7.0]),
 )
@@ -155,6 +203,35 @@ def test_a_long_prompt_on_equal_stages_is_within_one_percent_of_the_continuous_o
     work, each = cost.variable_seconds(0, tokens), cost.per_chunk + decode_seconds
     best = work + (stages - 1) * each + 2 * ((stages - 1) * each * work) ** 0.5
     assert best * (1 - 1e-9) <= seconds <= best * TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [4608, 8192, 12_000])
+@pytest.mark.parametrize("cached", [0, 2816])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_longer_prompts_with_runs_are_within_one_percent_of_the_best(
+    stages: int, cached: int, tokens: int
+) -> None:
+    for factor in (0.3, 1.0, 3.0):  # of an 8B's runs on two H200
+        cost = ChunkCost(3.5e-3, 1.03e-5, 3e-10, factor * 7.5e-4)
+        task = Task(tokens, cached, (cost,) * stages, RUN_GRID, RUN_MINIMUM, 4096)
+        chunks, seconds = best_chunks(task)
+        assert seconds == pytest.approx(makespan_of_chunks(chunks, cached, task.costs))
+        assert seconds <= best_on_equal_stages(task) * TOLERANCE, chunks
+
+
+def test_the_best_on_equal_stages_is_the_best_of_all() -> None:
+    for tokens in (2000, 3072, 4500):
+        task = Task(tokens, 700, (ChunkCost(3.5e-3, 1e-5, 3e-10, 1e-3),) * 3, RUN_GRID, RUN_MINIMUM, 2048)
+        assert best_on_equal_stages(task) == pytest.approx(best_of_all(task))
+
+
+def test_plain_chunks_are_taken_where_they_take_next_to_no_longer() -> None:
+    """The search finds 2,048, 2,048, 1,024, 1,536 and 1,536, or the like, a fiftieth of a percent sooner."""
+    cost = ChunkCost(3.5e-3, 1.03e-5, 3e-10, 7.5e-4)
+    task = Task(8192, 0, (cost, cost), RUN_GRID, RUN_MINIMUM, 4096)
+    chunks, seconds = best_chunks(task)
+    assert chunks == (2048,) * 4
+    assert 1.0 < seconds / best_on_equal_stages(task) < 1.005
 
 
 def test_a_prompt_of_very_many_chunks_is_cut_without_a_search_through_them() -> None:
