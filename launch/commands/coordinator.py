@@ -148,6 +148,8 @@ def _serve(
     from ...coordinator.api.loading import EarlyCalls, Reception
     from ...coordinator.api.remote import RemoteApi
     from ...coordinator.api.server import Server
+    from ...coordinator.model.file_blame import FileBlame
+    from ..start.blame import find_and_tell_blame
     from ..start.session_setup import open_session
 
     early = EarlyCalls(opened.spec.name, __version__, context_wish.tokens, (layouts.prefill, layouts.decode))
@@ -162,7 +164,8 @@ def _serve(
                 restarts=restarts, gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip
-        api = RemoteApi(session.driver, _service(opened, session, chat))
+        blame = FileBlame(partial(find_and_tell_blame, opened.spec))
+        api = RemoteApi(session.driver, _service(opened, session, chat), blame=blame)
         reception.close()
         note(f"listening at {listener.address}")
         Server(listener, session.cluster, session.driver, api, reception.door, reception.outboxes).run(early)
