@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from .cost_model import ChunkCost, Costs, LayerSeconds
 
 FORMAT = 1
@@ -112,7 +113,7 @@ def _check_ranks(costs: Costs) -> None:
     if costs.layer_seconds is not None:
         for name, values in _by_rank(costs.layer_seconds):
             if len(values) != ranks:
-                raise InputError(f"costs.layer_seconds{name} must have an entry for each of {ranks} stages")
+                raise InputError(f"costs.layer_seconds{name} must have an entry for each of {counted(ranks, 'stage')}")
 
 
 def _by_rank(found: LayerSeconds) -> Iterator[tuple[str, tuple[float, ...] | tuple[ChunkCost, ...]]]:

@@ -8,6 +8,7 @@ from math import inf
 from ...proto.errors import LayoutRefusedError
 from ...proto.generation_result import JourneyForecast
 from ...proto.ids import Layout
+from ...proto.words import counted
 from ..chunks.plan import ChunkPlan, ChunkRule, Limits
 from ..costs.cost_model import Costs
 from ..generation import KeptPrefix
@@ -168,12 +169,9 @@ def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: s
     kept = task.kept
     cached = f" ({kept.tokens} of them kept in the {kept.layout} layout)" if kept is not None else ""
     answered = task.running.layer + task.running.tensor
-    beside = f" beside {answered} answer{'s' if answered > 1 else ''}" if answered else ""
+    beside = f" beside {counted(answered, 'answer')}" if answered else ""
     many = f"{task.requests} requests of " if task.requests > 1 else ""
-    tokens, steps = _count(task.prompt_tokens, "token"), _count(task.steps, "step")
+    tokens, steps = counted(task.prompt_tokens, "token"), counted(task.steps, "step")
     work = f"{many}{tokens}{cached} and {steps}{beside}"
     return f"{best[0]}->{best[1]} {why} for {work}: {times}"
 
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...proto.words import counted
 from ..report import chunks_text
 from .llama_bench import PeerRow
 from .runs import AUTO, Combination, Spread, TimedRun, Verdict, auto_choice, judge
@@ -61,7 +62,7 @@ def verdict_line(verdict: Verdict) -> str:
     """`auto chose layer->tensor: 1.3% behind the best, tensor->tensor`."""
     said = f"auto chose {verdict.chosen.name}"
     if verdict.chosen_rounds < verdict.rounds:
-        said += f" in {verdict.chosen_rounds} of {verdict.rounds} rounds, others in the rest"
+        said += f" in {verdict.chosen_rounds} of {counted(verdict.rounds, 'round')}, others in the rest"
         return f"{said}: on average {verdict.mean_regret:.1%} behind the best, {verdict.best.name}"
     if verdict.chosen == verdict.best:
         return f"{said}: the best of the fixed combinations"
@@ -75,7 +76,7 @@ def auto_line(runs: Sequence[TimedRun]) -> str:
     chosen = auto_choice(mine)
     taken = [run for run in mine if run.took == chosen]
     measured = Spread.of(run.wall_seconds for run in taken).median
-    line = f"auto: {chosen.name} in {len(taken)} of {len(mine)} round{'' if len(mine) == 1 else 's'}"
+    line = f"auto: {chosen.name} in {len(taken)} of {counted(len(mine), 'round')}"
     forecasts = [run.predicted_seconds for run in taken if run.predicted_seconds is not None]
     if not forecasts:
         return f"{line}, {measured:.3f} s; {taken[0].result.prefill.reason}"
@@ -91,7 +92,7 @@ def bench_table(bench: Bench) -> "Table":
     """Medians; of the whole time also the range."""
     from rich.table import Table
 
-    title = f"prompt {bench.prompt_tokens}, answer {bench.answer_tokens} token{'' if bench.answer_tokens == 1 else 's'}"
+    title = f"prompt {bench.prompt_tokens}, answer {counted(bench.answer_tokens, 'token')}"
     table = Table(title=title, title_justify="left")
     table.add_column("prompt -> answer", no_wrap=True)
     for column in ("all, s", "range", "prompt\ntok/s", "answer\ntok/s", "shift, ms\nexposed", "\nhidden"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import DoesNotFitError, InputError
+from ...proto.words import counted
 from ..console import note, stdout_console, warn
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, Device, flags_named, group_settings, layout_settings
@@ -179,8 +180,7 @@ def _timed(
     warm_up = interleaved(
         driver, taken[:-1], 1, prompt, min(answer, WARM_UP_ANSWER_TOKENS), seed, rule=layouts.chunk_rule
     )
-    rounds = f"{repeats} round{'' if repeats == 1 else 's'}"
-    note(f"{rounds} of {len(taken)} runs, prompts from seed {seed + len(warm_up)} on")
+    note(f"{counted(repeats, 'round')} of {counted(len(taken), 'run')}, prompts from seed {seed + len(warm_up)} on")
     return interleaved(
         driver, taken, repeats, prompt, answer, seed + len(warm_up), rule=layouts.chunk_rule, collector=collector,
         told=lambda run: note(f"round {run.round + 1} of {repeats}, {run.combination.name}: {run.wall_seconds:.3f} s"),

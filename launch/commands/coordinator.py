@@ -121,8 +121,10 @@ def coordinator(
         raise InputError("--workers-listen is for workers started by hand: add --external")
     keys = None if key_file is None else read_keys(Path(key_file))
     opened = open_model(model)
-    asked = current_settings({"context": context}).whole_number_or_none("context")
-    context_wish = wish_context(asked, 1, None, opened.spec.trained_context)
+    chosen = current_settings({"context": context})
+    context_wish = wish_context(
+        chosen.whole_number_or_none("context"), 1, None, opened.spec.trained_context, chosen.place("context")
+    )
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
         gather = partial(

@@ -22,6 +22,7 @@ from ...proto.model import ModelSpec
 from ...proto.placement.cuts import place
 from ..doctor.card_process import nccl_case
 from ..settings.options import Device, GroupSettings, LayoutSettings
+from ..settings.settings import Settings
 from ..settings.user_folders import costs_folder
 from ..start.cost_cache import placement_digest, speed_variables
 from ..start.fitting import GroupPlan, names_no_shares
@@ -67,15 +68,16 @@ def costs_of_model(
     settings: GroupSettings,
     layouts: LayoutSettings,
     tokens: tuple[int, int],
-    context_tokens: int | None,
+    chosen: Settings,
     costs_file: Path | None,
 ) -> FoundCosts:
     """For a model on this machine: by a file, else an earlier measurement, else one made now on workers.
 
-    `tokens`: of the prompt and the answer.
+    `tokens`: of the prompt and the answer. `chosen`: the context is taken from it.
     """
     files = open_files(model)
-    wish = wish_context(context_tokens, *tokens, build_spec(files).trained_context)
+    asked, named = chosen.whole_number_or_none("context"), chosen.place("context")
+    wish = wish_context(asked, *tokens, build_spec(files).trained_context, named)
     plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts, shares_open=names_no_shares(settings))
     check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:

@@ -82,7 +82,7 @@ def test_f01_a_download_that_lacks_its_last_byte_starts_no_worker(refused: Refus
     path = build_model(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[: read_header(path).data_end - 1])
     line = refused("run", path, "--tokens-file", tokens_file(tmp_path, [1]), "--workers", "2")
-    assert "cut off: 1 bytes are missing" in line
+    assert "cut off: 1 byte missing" in line
 
 
 @pytest.mark.parametrize("tail", ["not padded", "32 zero bytes"])
