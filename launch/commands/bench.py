@@ -110,12 +110,10 @@ def bench(
     from ..bench.llama_bench import find_peer, run_peer
     from ..bench.tables import (
         Bench,
-        auto_line,
         bench_csv,
         bench_facts,
         bench_table,
-        timeline_text,
-        verdict_line,
+        told_texts,
     )
     from ..start.session_setup import open_model, open_session
 
@@ -146,7 +144,7 @@ def bench(
         return
     console = stdout_console()
     console.print(bench_table(found))
-    for text in (auto_line(runs), timeline_text(found), verdict_line(found.verdict)):
+    for text in told_texts(found):
         console.print(text, soft_wrap=True, markup=False)
 
 
