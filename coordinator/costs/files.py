@@ -67,8 +67,10 @@ def read_cost_file(path: Path) -> CostFile:
         raise InputError(f"{path}: facts must be an object")
     if unknown := table.keys() - {"gearshift_costs", "facts", "costs"}:
         raise InputError(f"{path}: there is no field {min(unknown)}")
+    if "costs" not in table:
+        raise InputError(f"{path}: there is no field costs")
     try:
-        return CostFile(costs_from_json(table.get("costs")), facts)
+        return CostFile(costs_from_json(table["costs"]), facts)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
