@@ -1,6 +1,6 @@
 """Learnt costs, where work is found to be quicker than they say. Pure."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from .cost_model import ChunkCost, Costs, StepCost
 from .measuring import Measurement, first_seconds
@@ -26,9 +26,7 @@ def corrected(known: Costs, found: Measurement, much: float) -> Costs:
 
 
 def _scaled_chunk(cost: ChunkCost, by: float) -> ChunkCost:
-    return replace(
-        cost, per_chunk=by * cost.per_chunk, per_token=by * cost.per_token, per_pair=by * cost.per_pair
-    )
+    return replace(cost, **{field.name: by * getattr(cost, field.name) for field in fields(cost)})
 
 
 def _scaled_step(cost: StepCost, by: float) -> StepCost:
