@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..proto.errors import InputError, RequestFailedError
 from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.ids import Layout
+from ..proto.words import counted
 from .chunks.plan import Auto, ChunkRule
 from .driver import Driver
 from .generation import FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent
@@ -37,7 +38,8 @@ def collect_logits(
 ) -> tuple[npt.NDArray[np.float32], GenerationResult]:
     """f32 [tokens, vocab] of every position: the first `prompt_length` through prefill, the rest as decode steps."""
     if not 1 <= prompt_length <= len(ids):
-        raise InputError(f"the prompt length must be between 1 and the {len(ids)} tokens given, not {prompt_length}")
+        given = counted(len(ids), "token")
+        raise InputError(f"the prompt length must be between 1 and the {given} given, not {prompt_length}")
     request = GenerationRequest(
         prompt=tuple(ids[:prompt_length]),
         max_tokens=0,
@@ -87,8 +89,8 @@ def measure_perplexity(
     count = len(ids) // window_tokens if window_tokens >= 3 else 0
     if count == 0:
         raise InputError(
-            f"perplexity needs windows of 3 tokens or more and a text that fills one: {len(ids)} tokens were given "
-            f"for windows of {window_tokens}"
+            "perplexity needs windows of 3 tokens or more and a text that fills one: "
+            f"{counted(len(ids), 'token')} given for windows of {window_tokens}"
         )
     for index in range(count):
         window = tuple(ids[index * window_tokens : (index + 1) * window_tokens])

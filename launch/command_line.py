@@ -34,7 +34,7 @@ def run_command(words: Sequence[str]) -> int:
             complain("interrupted")
         return code
     except GearshiftError as error:
-        _explain(error, words, str(error))
+        _explain(error, words, _by_place(str(error), words))
         return error.exit_code
     except Exception as error:  # the last resort: a fault of ours still ends in one clear line
         _explain(error, words, f"internal error: {type(error).__name__}: {error} (--debug shows where)")
@@ -47,6 +47,16 @@ def _explain(error: Exception, words: Sequence[str], message: str) -> None:
 
         print_exception(error)
     complain(message)
+
+
+def _by_place(message: str, words: Sequence[str]) -> str:
+    from .settings.places import told_by_place
+    from .settings.user_folders import current_settings
+
+    try:
+        return told_by_place(message, current_settings(), words)
+    except GearshiftError:  # settings that cannot be read are what is being told about
+        return message
 
 
 def _debug_wanted(words: Sequence[str]) -> bool:

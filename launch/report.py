@@ -16,6 +16,7 @@ from ..proto.generation_result import (
 )
 from ..proto.ranges import LayerRange
 from ..proto.reports import MemoryReported, SampledToken
+from ..proto.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,8 +161,7 @@ def phase_table(result: GenerationResult) -> "Table":
     table.add_column("seconds", justify="right")
     table.add_column("tok/s", justify="right")
     prefill, shift, decode = result.prefill, result.shift, result.decode
-    plural = "" if result.prompt_tokens == 1 else "s"
-    work = f"{result.prompt_tokens} token{plural} in {chunks_text(prefill.chunks)}"
+    work = f"{counted(result.prompt_tokens, 'token')} in {chunks_text(prefill.chunks)}"
     table.add_row(
         "prompt", str(prefill.layout), work, f"{prefill.seconds:.3f}", _rate(prefill.tokens_per_second)
     )
@@ -180,9 +180,9 @@ def phase_table(result: GenerationResult) -> "Table":
         failure = result.shift_failure
         told = f"not made ({failure.kind}): {failure.reason}"
         table.add_row("shift", f"{failure.source} to {failure.to}", told, "", "")
-    steps = f"{decode.steps} step{'' if decode.steps == 1 else 's'}, {_TOLD_ENDS[result.finish_reason]}"
+    steps = f"{counted(decode.steps, 'step')}, {_TOLD_ENDS[result.finish_reason]}"
     if result.restarts:
-        steps += f", the group started again {result.restarts} time{'s' if result.restarts > 1 else ''}"
+        steps += f", the group started again {counted(result.restarts, 'time')}"
     table.add_row(
         "answer", str(decode.layout), steps, f"{decode.seconds:.3f}", _rate(decode.tokens_per_second)
     )
@@ -231,7 +231,7 @@ def chunks_text(chunks: Sequence[int]) -> str:
             runs.append([chunk, 1])
     told = [f"{length} x {count}" if count > 1 else str(length) for length, count in runs]
     shown = told if len(told) <= 6 else [*told[:5], "..."]
-    return f"{len(chunks)} chunk{'' if len(chunks) == 1 else 's'} ({', '.join(shown)})"
+    return f"{counted(len(chunks), 'chunk')} ({', '.join(shown)})"
 
 
 def _rate(tokens_per_second: float) -> str:

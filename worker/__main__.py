@@ -28,6 +28,7 @@ from ..proto.library_environment import THREAD_VARIABLES, set_library_environmen
 from ..proto.probe import usual_compute_type
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
+from ..proto.words import counted
 from .devices import ask_for_all_queues, cards_asked_for, find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
 from .host import cpu_name, host_identity
@@ -226,7 +227,9 @@ def _pace(device_name: str, rank: Rank) -> str:
 
     slowness = faults.FaultHooks(_faults_on_demand(), rank).slowness
     slowed = (f"slowed {slowness:g} times",) if slowness > 1.0 else ()
-    threads = (cpu_name(), f"{os.environ.get(THREAD_VARIABLES[0], 'all')} threads") if device_name == "cpu" else ()
+    count = os.environ.get(THREAD_VARIABLES[0], "")
+    told = counted(int(count), "thread") if count.isdecimal() else "all threads"
+    threads = (cpu_name(), told) if device_name == "cpu" else ()
     return ", ".join((*threads, *slowed))
 
 

@@ -9,6 +9,7 @@ from ...proto.client_messages import Generate, Sampling
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
+from ...proto.words import counted
 from ..chat.reasoning import ReasoningSplit, bytes_with_marks
 from ..chunks.plan import parse_chunk_rule
 from ..generation import GenerationRequest
@@ -38,7 +39,7 @@ def read_prompt(message: Generate, service: Service, vocab: int, context_tokens:
     if max(prompt.ids) >= vocab:
         raise InputError(f"token {max(prompt.ids)} of the prompt is beyond the model's {vocab} embedded tokens")
     if len(prompt.ids) > context_tokens:
-        raise DoesNotFitError(f"the prompt has {len(prompt.ids)} tokens, the context {context_tokens}")
+        raise DoesNotFitError(f"the prompt has {counted(len(prompt.ids), 'token')}, the context {context_tokens}")
     return prompt
 
 
@@ -95,5 +96,5 @@ def _text_ids(text: str, tokenizer: Tokenizer, context_tokens: int) -> tuple[int
         longest = max(USUAL_TOKEN_BYTES, *(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)))
         least = len(text) // longest
         if least > context_tokens:
-            raise DoesNotFitError(f"the prompt has at least {least} tokens, the context {context_tokens}")
+            raise DoesNotFitError(f"the prompt has at least {counted(least, 'token')}, the context {context_tokens}")
     return tuple(tokenizer.encode(text))

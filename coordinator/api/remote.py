@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias, assert_never
 
+from msgspec.structs import replace as replace_fields
+
 from ...proto.channel import ClientPeer
 from ...proto.client_messages import (
     Accepted,
@@ -49,6 +51,7 @@ from ...proto.reports import MemoryReported
 from ..chunks.plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
+from ..model.file_blame import FileBlame, find_blame, tells_no_numbers
 from .answers import Answer
 from .loading import MAX_CLIENTS, greet
 from .prompts import build_request, open_text, read_prompt
@@ -72,9 +75,19 @@ _KINDS: tuple[tuple[type[Exception], RefusalKind], ...] = (
 
 
 class RemoteApi:
-    """All clients of one group. For one thread only, the driver's."""
+    """All clients of one group. For one thread only, the driver's.
 
-    def __init__(self, driver: Driver, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
+    An answer that ended over logits that are no numbers is told once it is known whether the model's file is to
+    blame; that is looked for beside the group's work, which goes on.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        service: Service,
+        clock: Callable[[], float] = time.monotonic,
+        blame: FileBlame | None = None,
+    ) -> None:
         self._driver = driver
         self._service = service
         self._clock = clock
@@ -89,6 +102,8 @@ class RemoteApi:
         self._memory: tuple[MemoryReported, ...] = ()
         self._memory_at: float | None = None
         self._failure = ""
+        self._blame = blame or FileBlame(lambda: find_blame(driver.spec))
+        self._unexplained: list[FinishedEvent] = []  # whose client is told once the file was looked at
 
     @property
     def clients(self) -> tuple[ClientPeer, ...]:
@@ -315,7 +330,7 @@ class RemoteApi:
     def heard(self, events: Iterable[Event]) -> list[Outgoing]:
         """What happened to requests, as replies: tokens of one request in one message, then what has ended."""
         touched: dict[RequestId, Answer] = {}
-        endings: list[tuple[ClientPeer, Answer, FinishedEvent]] = []
+        endings: list[FinishedEvent] = []
         for event in events:
             peer = self._client_of.get(event.request)
             if peer is None:
@@ -326,8 +341,11 @@ class RemoteApi:
                     touched[event.request] = answer
                     if (kept := answer.token(event)) is not None:
                         self._driver.stop(event.request, kept)
+                case FinishedEvent() if tells_no_numbers(event.result.error):
+                    self._blame.begin()
+                    self._unexplained.append(event)
                 case FinishedEvent():
-                    endings.append((peer, answer, event))
+                    endings.append(event)
                 case LogitsEvent() | ScoresEvent():
                     continue  # not asked for by this API
                 case _:
@@ -336,11 +354,21 @@ class RemoteApi:
         for request, answer in touched.items():
             if (written := answer.take()) is not None:
                 replies.append((self._client_of[request], written))
-        for peer, answer, ending in endings:
-            del self._clients[peer][ending.request], self._client_of[ending.request]
+        if self._unexplained and self._blame.ended:
+            endings += map(self._explained, self._unexplained)
+            self._unexplained.clear()
+        for ending in endings:
+            if (peer := self._client_of.pop(ending.request, None)) is None:
+                continue  # it left while the file was looked at
+            answer = self._clients[peer].pop(ending.request)
             seconds = self._service.start_seconds, self._service.loaded.seconds
             replies.append((peer, answer.finish(ending.result, *seconds)))
         return replies
+
+    def _explained(self, ending: FinishedEvent) -> FinishedEvent:
+        result = ending.result
+        assert result.error is not None
+        return replace(ending, result=replace_fields(result, error=self._blame.told(result.error)))
 
     def end(self, reason: str) -> list[Outgoing]:
         """The group is over: every open request fails, every client is told. Only status is answered from now on."""

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from ..costs.cost_model import ChunkCost
 from ..costs.run_counts import count_of_past
 from .flow_shop import longest_of_cuts, makespans_of_lists
@@ -73,8 +74,8 @@ class ChunkPlan:
     plain_rule_chunk: int | None  # what the plain rule would have taken; None where it has no say
 
 
-def parse_chunk_rule(text: str) -> ChunkRule:
-    """`auto`, `sqrt`, `sqrt:RATIO`, `N` or `N,N,M`; anything else is an `InputError`."""
+def parse_chunk_rule(text: str, place: str = "chunk") -> ChunkRule:
+    """`auto`, `sqrt`, `sqrt:RATIO`, `N` or `N,N,M`; anything else is an `InputError` that names its place."""
     name, colon, value = text.strip().partition(":")
     try:
         if name == "auto" and not colon:
@@ -86,7 +87,7 @@ def parse_chunk_rule(text: str) -> ChunkRule:
         return Fixed(tuple(int(_positive(int(part))) for part in text.split(",")))
     except ValueError as error:
         raise InputError(
-            f"--chunk takes auto, sqrt, sqrt:RATIO, N or N,N,.. with numbers above 0, not {text[:60]!r}"
+            f"{place} takes auto, sqrt, sqrt:RATIO, N or N,N,.. with numbers above 0, not {text[:60]!r}"
         ) from error
 
 
@@ -126,7 +127,7 @@ def plan_chunks(
     if isinstance(rule, Auto) and costs:
         return _auto(tokens, cached, costs, limits, decode_seconds, plain, before_seconds)
     missing = "costs not measured; " if isinstance(rule, Auto) else ""
-    reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {plain} tokens over {stages} stages"
+    reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {counted(plain, 'token')} over {counted(stages, 'stage')}"
     if costs and limits.token_gap_seconds < inf:
         task = _task(tokens, cached, costs, limits, decode_seconds)
         chunks = _repeat(tokens, min(plain, _within_bound(task)))
@@ -195,8 +196,8 @@ def _auto(
     )
     told, told_plain = seconds - before_seconds, plain_seconds - before_seconds
     reason = (
-        f"least time over {len(task.costs)} stages{beside}: {_count(chunks)}, "
-        f"{told:.3g} s predicted (plain rule: {plain} tokens, {told_plain:.3g} s)"
+        f"least time over {counted(len(task.costs), 'stage')}{beside}: {counted(len(chunks), 'chunk')}, "
+        f"{told:.3g} s predicted (plain rule: {counted(plain, 'token')}, {told_plain:.3g} s)"
     )
     return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
 
@@ -209,7 +210,7 @@ def _one_stage(
         task = _task(tokens, cached, costs, limits, decode_seconds)
         chunks = filled(task, costs, task.longest_seconds)
         if chunks is not None:
-            return ChunkPlan(chunks, _count(chunks) + _told_bound(task, limits), None)
+            return ChunkPlan(chunks, counted(len(chunks), "chunk") + _told_bound(task, limits), None)
     return ChunkPlan(_repeat(tokens, limits.max_chunk), "the largest chunk the buffers take", None)
 
 
@@ -251,7 +252,3 @@ def _told_bound(task: Task, limits: Limits) -> str:
         else ""
     )
     return f"; no tick above {kept * 1e3:.3g} ms{missed}"
-
-
-def _count(chunks: Sequence[int]) -> str:
-    return f"{len(chunks)} chunk{'s' if len(chunks) > 1 else ''}"

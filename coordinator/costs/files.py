@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from .cost_model import ChunkCost, Costs, LayerSeconds
 
 FORMAT = 1
@@ -66,8 +67,10 @@ def read_cost_file(path: Path) -> CostFile:
         raise InputError(f"{path}: facts must be an object")
     if unknown := table.keys() - {"gearshift_costs", "facts", "costs"}:
         raise InputError(f"{path}: there is no field {min(unknown)}")
+    if "costs" not in table:
+        raise InputError(f"{path}: there is no field costs")
     try:
-        return CostFile(costs_from_json(table.get("costs")), facts)
+        return CostFile(costs_from_json(table["costs"]), facts)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -112,7 +115,7 @@ def _check_ranks(costs: Costs) -> None:
     if costs.layer_seconds is not None:
         for name, values in _by_rank(costs.layer_seconds):
             if len(values) != ranks:
-                raise InputError(f"costs.layer_seconds{name} must have an entry for each of {ranks} stages")
+                raise InputError(f"costs.layer_seconds{name} must have an entry for each of {counted(ranks, 'stage')}")
 
 
 def _by_rank(found: LayerSeconds) -> Iterator[tuple[str, tuple[float, ...] | tuple[ChunkCost, ...]]]:

@@ -104,11 +104,11 @@ def times_as_long(found: Measurement, known: Costs) -> tuple[float, ...]:
 
     Infinite where nothing is known of what was found.
     """
-    now, then = _first_seconds(found.costs, found.plan), _first_seconds(known, found.plan)
+    now, then = first_seconds(found.costs, found.plan), first_seconds(known, found.plan)
     return tuple(new / old if old > 0 else inf for new, old in zip(now, then, strict=True) if new > 0)
 
 
-def _first_seconds(costs: Costs, plan: MeasuringPlan) -> list[float]:
+def first_seconds(costs: Costs, plan: MeasuringPlan) -> list[float]:
     """Of a chunk on each stage and under tensor parallelism, and of a step in each layout; 0: not known."""
     (chunk, *_), ((cached, batch), *_) = plan.chunks, plan.steps
     chunks = [*costs.stages, costs.tensor_prefill]

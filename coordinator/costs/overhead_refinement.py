@@ -1,4 +1,4 @@
-"""What work takes beside chunks and steps, as recent ticks and requests have shown. Pure.
+"""What work takes beside chunks and steps, as recent requests have shown. Pure.
 
 Medians, as other work on a machine stretches some of these short times to many times their length.
 """
@@ -12,8 +12,8 @@ from ...proto.commands import RunTick
 from ...proto.ids import Layout, Rank, RequestId
 from ...proto.reports import TickFinished
 from .cost_model import OverheadCost
+from .request_medians import RequestMedians
 
-RECENT_TICKS = 15
 RECENT_REQUESTS = 5
 LEAST_RECENT = 3
 MOST_TIMES = 4.0  # as long as what is known: a stall
@@ -34,8 +34,7 @@ class OverheadRefinement:
         self._start = start
         self._requests: deque[float] = deque(maxlen=RECENT_REQUESTS)
         self._shifted: deque[float] = deque(maxlen=RECENT_REQUESTS)  # what more those took that were shifted
-        self._chunks: deque[float] = deque(maxlen=RECENT_TICKS)
-        self._steps: deque[float] = deque(maxlen=RECENT_TICKS)
+        self._chunks, self._steps = RequestMedians(), RequestMedians()
         self._first_run = False
         self._last_read: dict[Rank, tuple[int, RequestId]] = {}  # by rank: the tick of its last chunk, and whose it was
         self._last_steps: tuple[int, Layout] | None = None  # the last tick of steps alone
@@ -45,8 +44,8 @@ class OverheadRefinement:
         return OverheadCost(
             _usual(self._requests, self._start.request_seconds),
             _usual(self._shifted, self._start.shift_seconds),
-            _usual(self._chunks, self._start.chunk_seconds),
-            _usual(self._steps, self._start.step_seconds),
+            self._chunks.usual(self._start.chunk_seconds),
+            self._steps.usual(self._start.step_seconds),
         )
 
     def first_run(self) -> None:
@@ -69,7 +68,7 @@ class OverheadRefinement:
         """A rank has read a chunk; only behind another one of that prompt it did not wait for work."""
         if self._last_read.get(report.rank) == (tick.sequence - 1, request):
             most = MOST_TIMES * self.cost.chunk_seconds or report.between_seconds
-            self._chunks.append(min(report.between_seconds, most))
+            self._chunks.see(request, min(report.between_seconds, most))
         self._last_read[report.rank] = tick.sequence, request
 
     def steps_run(self, tick: RunTick, reports: Sequence[TickFinished]) -> None:
@@ -78,7 +77,7 @@ class OverheadRefinement:
         if self._last_steps == (tick.sequence - 1, batch.layout):
             whole = min(report.between_seconds + report.decode_seconds for report in reports)
             steps = min(report.decode_seconds for report in reports)
-            self._steps.append((whole - steps) / batch.steps)
+            self._steps.see(batch.entries[0].request, (whole - steps) / batch.steps)
         self._last_steps = tick.sequence, batch.layout
 
 

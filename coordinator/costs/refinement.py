@@ -17,6 +17,7 @@ from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
 from .cost_model import ChunkCost, Costs, StepCost, chunk_row
+from .disturbances import Disturbances
 from .overhead_refinement import OverheadRefinement
 from .shift_refinement import ShiftRefinement
 
@@ -29,6 +30,7 @@ LEAST_RECENT = 3
 UNUSUAL = 2.0  # times as long or as short as usual
 UNUSUAL_WEIGHT = 0.25
 SOLVED_EVERY = 4  # observations
+AFTER_CHANGE = 0.25  # what all before counts where a request's work shows that the machine has changed
 
 # (cached, tokens) of chunks and (batch, cached) of steps at which costs measured at start hold a fit
 CHUNK_PRIOR = ((0, 64), (0, 512), (1024, 64), (4096, 512))
@@ -77,6 +79,15 @@ class FadingFit:
         if self.counted == 1 or self.counted % SOLVED_EVERY == 0:
             self._solve()
 
+    def fade(self, share: float) -> None:
+        """All so far counts so much of what it did."""
+        self._matrix, self._goal = share * self._matrix, share * self._goal
+        self._weight, self._slowness = share * self._weight, share * self._slowness
+
+    def seconds(self, row: Sequence[float]) -> float:
+        """Of a row, as it is known now."""
+        return float(np.array(row, dtype=np.float64) @ self.coefficients)
+
     def _usual_seconds(self, values: Array) -> float:
         """Of a row as it goes now: by the fit, and the middle one of how far recent rows were from it."""
         off = median(took / max(float(row @ self.coefficients), 1e-12) for row, took in self._recent)
@@ -115,9 +126,20 @@ class ChunkFit:
         prior = [(self._row(*point), cost.seconds(*point)) for point in points]
         measured = (cost.per_chunk, cost.per_token, cost.per_pair, cost.per_run)
         self.fit = FadingFit(prior, measured if self._past_in_runs else measured[:3])
+        self._disturbances: Disturbances[tuple[Chunk, float]] = Disturbances()
 
     def observe(self, chunk: Chunk, seconds: float) -> None:
         self.fit.observe(self._row(chunk.start, len(chunk.tokens)), seconds)
+
+    def hear(self, chunk: Chunk, seconds: float) -> None:
+        """As `observe`, where something may have disturbed the request."""
+        known = self.fit.seconds(self._row(chunk.start, len(chunk.tokens)))
+        depth = _size_class(chunk.start + len(chunk.tokens))
+        counting = self._disturbances.see(chunk.request, depth, (chunk, seconds), seconds, known)
+        if counting.changed:
+            self.fit.fade(AFTER_CHANGE)
+        for counted in counting.observations:
+            self.observe(*counted)
 
     def _row(self, cached: int, tokens: int) -> list[float]:
         return chunk_row(cached, tokens, self._past_in_runs)
@@ -136,11 +158,22 @@ class StepFit:
         prior = [(self._row(*point), cost.seconds(*point)) for point in points]
         measured = [*(seconds for _, seconds in cost.seconds_of_batch), cost.per_cached_token]
         self.fit = FadingFit(prior, measured)
+        self._disturbances: Disturbances[tuple[Batch, float]] = Disturbances()
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """`seconds` of all its steps."""
-        cached = fmean(entry.position for entry in batch.entries) + (batch.steps - 1) / 2
-        self.fit.observe(self._row(len(batch.entries), cached), seconds / batch.steps)
+        self.fit.observe(self._row(len(batch.entries), _depth(batch)), seconds / batch.steps)
+
+    def hear(self, batch: Batch, seconds: float) -> None:
+        """As `observe`, where something may have disturbed the requests; they go by the oldest one."""
+        requests, depth = len(batch.entries), _depth(batch)
+        known = batch.steps * self.fit.seconds(self._row(requests, depth))
+        kind = _size_class(requests), _size_class(int(depth))
+        counting = self._disturbances.see(batch.entries[0].request, kind, (batch, seconds), seconds, known)
+        if counting.changed:
+            self.fit.fade(AFTER_CHANGE)
+        for counted in counting.observations:
+            self.observe(*counted)
 
     def _row(self, batch: int, cached: float) -> list[float]:
         """How much each coefficient counts: of the batches the two next to it, linearly; beyond the last too."""
@@ -234,9 +267,9 @@ class CostRefinement:
             return
         self.overhead.chunk_read(tick, chunk.request, report)
         if tick.moves:
-            self.shifts.moved_beside(tick.moves[0].to, report.moving_seconds)
+            self.shifts.moved_beside(tick.moves[0], report.moving_seconds)
         if fit is not None:
-            fit.observe(chunk, report.busy_seconds)
+            fit.hear(chunk, report.busy_seconds)
 
     def _see_together(self, sent: _Sent) -> None:
         """Who came last did not wait for the others: the shortest time is the work's own."""
@@ -247,9 +280,19 @@ class CostRefinement:
             return  # the ranks' chunks end at different times, so what follows is begun at different times
         if tick.tensor_chunk is not None:
             if self._tensor is not None:
-                self._tensor.observe(tick.tensor_chunk, min(report.busy_seconds for report in reports))
+                self._tensor.hear(tick.tensor_chunk, min(report.busy_seconds for report in reports))
         elif len(tick.decode) == 1 and not tick.decode[0].logits and tick.decode[0].layout in self._steps:
             batch = tick.decode[0]
-            self._steps[batch.layout].observe(batch, min(report.decode_seconds for report in reports))
+            self._steps[batch.layout].hear(batch, min(report.decode_seconds for report in reports))
             if not (tick.moves or tick.late_moves):
                 self.overhead.steps_run(tick, tuple(reports))
+
+
+def _depth(batch: Batch) -> float:
+    """Cached tokens of each request, on average over its steps."""
+    return fmean(entry.position for entry in batch.entries) + (batch.steps - 1) / 2
+
+
+def _size_class(count: int) -> int:
+    """Alike for counts within a factor of four: attention's share of their work is alike."""
+    return (count.bit_length() + 1) // 2

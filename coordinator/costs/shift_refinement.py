@@ -13,9 +13,9 @@ from ...proto.ids import Layout, Rank, RequestId
 from ...proto.kv import BLOCK_TOKENS, late_pieces
 from ...proto.reports import ShiftCommitted
 from .cost_model import Costs, ShiftCost
+from .request_medians import RequestMedians
 
 RECENT = 5  # shifts to a layout whose median counts: a stall is not believed
-RECENT_CHUNKS = 15  # beside which others were moved
 LEAST_RECENT = 3
 
 
@@ -35,18 +35,18 @@ class ShiftRefinement:
         self._costs = costs
         self._sent: dict[RequestId, _Sent] = {}
         self._fixed_seconds: dict[Layout, deque[float]] = {layout: deque(maxlen=RECENT) for layout in Layout}
-        self._chunk_seconds: dict[Layout, deque[float]] = {layout: deque(maxlen=RECENT_CHUNKS) for layout in Layout}
+        self._chunk_seconds = {layout: RequestMedians() for layout in Layout}  # moved beside a chunk
 
     def cost(self, to: Layout) -> ShiftCost:
         """As it was at the start until enough were made."""
-        cost, fixed, beside = self._costs.shift(to), self._fixed_seconds[to], self._chunk_seconds[to]
+        cost, fixed = self._costs.shift(to), self._fixed_seconds[to]
         if len(fixed) >= LEAST_RECENT:
             cost = replace(cost, fixed_seconds=median(fixed))
-        return replace(cost, per_chunk_seconds=median(beside)) if len(beside) >= LEAST_RECENT else cost
+        return replace(cost, per_chunk_seconds=self._chunk_seconds[to].usual(cost.per_chunk_seconds))
 
-    def moved_beside(self, to: Layout, seconds: float) -> None:
-        """A rank's own work on moves to a layout took so long, beside a chunk that it read."""
-        self._chunk_seconds[to].append(seconds)
+    def moved_beside(self, move: Move, seconds: float) -> None:
+        """A rank's own work on moves like this one took so long, beside a chunk that it read."""
+        self._chunk_seconds[move.to].see(move.request, seconds)
 
     def tick_sent(self, tick: RunTick) -> None:
         for request in tick.frees:

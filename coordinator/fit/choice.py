@@ -13,6 +13,7 @@ from ...proto.ids import KvType, Layout
 from ...proto.kv import KvFormat, row_bytes
 from ...proto.placement.memory import Holding
 from ...proto.placement.plan import Placement
+from ...proto.words import counted
 from .device_memory import MEBIBYTE, rank_budgets, told_bytes
 from .memory import OTHER_BYTES, OTHER_PART, FitCase, Pool, RankMemory, Shortfall, largest_context, shortfalls
 from .remake import Remake
@@ -189,17 +190,18 @@ def _largest(case: FitCase, pools: Sequence[Pool], wish: ContextWish) -> int:
 def _fit(candidate: Candidate, case: FitCase, context: int, pools: Sequence[Pool], wish: ContextWish) -> Fit:
     notes = [candidate.note] if candidate.note else []
     if case.max_chunk_tokens < candidate.case.max_chunk_tokens:
-        notes.append(f"chunks of at most {case.max_chunk_tokens} tokens, as memory is short (--max-chunk sets it)")
+        chunk = counted(case.max_chunk_tokens, "token")
+        notes.append(f"chunks of at most {chunk}, as memory is short (--max-chunk sets it)")
     if context < wish.tokens:
         tight = shortfalls(case.memory(wish.tokens), pools)[0]
         notes.append(
-            f"context: {context} tokens, the most that fits beside the weights on {tight.pool.name} "
+            f"context: {counted(context, 'token')}, the most that fits beside the weights on {tight.pool.name} "
             f"({tight.pool.why}); {wish.tokens} would need {told_bytes(tight.needed_bytes)}"
         )
     elif not wish.asked:
         most = largest_context(case, pools, max(context, case.spec.trained_context))
         beyond = f"; up to {most} fit" if most > context else ""
-        notes.append(f"context: {context} tokens (--context names another{beyond})")
+        notes.append(f"context: {counted(context, 'token')} (--context names another{beyond})")
     warnings = (candidate.warning,) if candidate.warning else ()
     return Fit(case, context, case.memory(context), tuple(notes), warnings)
 
@@ -232,7 +234,8 @@ def refusal(
     others = [mildest.cases[-1] for mildest in candidates[1:]]
     ways = list(ways_to_fit(case, pools, wish, remake, others))
     advice = "; ".join(ways) if ways else "more or larger devices, or a smaller quantisation of the model"
-    return f"{case.spec.name} with {wish.tokens} tokens of context does not fit: {where}. What would: {advice}"
+    wanted = f"{case.spec.name} with {counted(wish.tokens, 'token')} of context"
+    return f"{wanted} does not fit: {where}. What would: {advice}"
 
 
 def told_shortfall(short: Shortfall, memory: Sequence[RankMemory]) -> str:

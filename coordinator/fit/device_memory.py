@@ -7,6 +7,7 @@ from time import monotonic
 from ...proto.commands import ProbeMemory
 from ...proto.errors import InputError, WorkerLostError
 from ...proto.reports import Hello, MemoryProbed, MemoryReported
+from ...proto.words import counted
 from ..group.cluster import Group
 from .memory import Pool, RankMemory
 
@@ -131,8 +132,8 @@ def rank_limits(limits: tuple[int, ...] | None, ranks: int) -> tuple[int | None,
     if len(limits) == 1:
         return limits * ranks
     if len(limits) != ranks:
-        workers = f"{ranks} worker{'' if ranks == 1 else 's'}"
-        raise InputError(f"--memory-limit: {len(limits)} values for {workers}; give one, or one for each")
+        given = f"{counted(len(limits), 'value')} for {counted(ranks, 'worker')}"
+        raise InputError(f"--memory-limit: {given}; give one, or one for each")
     return limits
 
 

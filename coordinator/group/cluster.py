@@ -20,6 +20,7 @@ from ...proto.errors import (
 )
 from ...proto.ids import Rank
 from ...proto.reports import AnyReport, Heartbeat, Hello, WorkerFailed
+from ...proto.words import counted
 
 JOIN_TIMEOUT_SECONDS = 60.0
 STRAGGLER_SECONDS = 8.0  # once one rank has joined, the others have this long, or as long as that one took
@@ -249,7 +250,7 @@ class Cluster:
         if hello.group != self._group:
             return "the worker belongs to another launch (its group token differs)"
         if hello.world_size != self.ranks:
-            return f"this group has {self.ranks} ranks, the worker was told {hello.world_size}"
+            return f"this group has {counted(self.ranks, 'rank')}, the worker was told {hello.world_size}"
         if not 0 <= hello.rank < self.ranks:
             return f"there is no rank {hello.rank} in a group of {self.ranks}"
         if (other := self._hellos.get(hello.rank)) is not None:
@@ -317,7 +318,7 @@ class Cluster:
 
     def _absence(self, waited_seconds: float) -> str:
         absent = ", ".join(str(rank) for rank in range(self.ranks) if rank not in self._hellos)
-        return f"rank {absent} did not join within {round(waited_seconds, 1):g} s (of {self.ranks} ranks)"
+        return f"rank {absent} did not join within {round(waited_seconds, 1):g} s (of {counted(self.ranks, 'rank')})"
 
     def _fail(self, error: GearshiftError) -> GearshiftError:
         if self._failure is None and self._refused and isinstance(error, WorkerLostError):

@@ -7,6 +7,7 @@ from ...proto.commands import AnyCommand, ReadClock
 from ...proto.errors import WorkerLostError
 from ...proto.ids import Rank
 from ...proto.reports import AnyReport, ClockRead, LoadProgress, Report
+from ...proto.words import plural
 from .clock_offsets import ROUNDS
 from .cluster import Group
 
@@ -111,4 +112,4 @@ class GroupTalk:
 
 
 def _ranks_text(ranks: frozenset[Rank]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"
+    return f"{plural(len(ranks), 'rank')} {', '.join(str(rank) for rank in sorted(ranks))}"

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto.errors import ModelFileError, UnsupportedModelError
+from ...proto.words import counted
 from .gguf_types import TensorType, supported_types, unsupported_type
 
 # Strings are str; bytes that are not UTF-8 (byte tokens of some vocabularies) are kept as surrogates:
@@ -199,7 +200,7 @@ class _Walker:
         """A u64 count of entries that take at least `minimum_bytes` each."""
         number = self.u64(f"the number of {what}")
         if number > min((self.limit - self.position) // minimum_bytes, MAX_ENTRIES):
-            self.fail(f"damaged: it claims {number} {what}, more than its {self.file_bytes} bytes can hold")
+            self.fail(f"damaged: it claims {number} {what}, more than its {counted(self.file_bytes, 'byte')} can hold")
         return number
 
     def text(self, what: str) -> str:
@@ -273,7 +274,7 @@ class _Walker:
         what = f"the array {shown(key)}"
         if count > min((self.limit - self.position) // 8, MAX_ARRAY_STRINGS):
             self.fail(
-                f"damaged: {what} claims {count} strings, more than its {self.file_bytes} bytes can hold"
+                f"damaged: {what} claims {count} strings, more than its {counted(self.file_bytes, 'byte')} can hold"
             )
         found: list[str] = []
         # The loop of a vocabulary (262,144 strings and as many merges): local names only, a call where bytes run out.
@@ -352,7 +353,7 @@ class _Walker:
         if last is not None and data_start + last.end > self.file_bytes:
             missing = data_start + last.end - self.file_bytes
             self.fail(
-                f"cut off: {missing} bytes are missing at the end (tensor {shown(last.name)} ends at byte "
+                f"cut off: {counted(missing, 'byte')} missing at the end (tensor {shown(last.name)} ends at byte "
                 f"{data_start + last.end}, the file has {self.file_bytes}); download it again"
             )
 

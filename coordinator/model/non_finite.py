@@ -39,7 +39,7 @@ def first_non_finite(spec: ModelSpec) -> str | None:
                 row = (first + int(wrong.argmax())) * block_columns(tensor.type_name) // tensor.shape[-1]
                 return (
                     f"{spec.files[tensor.file].path}: row {row} of tensor {tensor.name!r} ({tensor.type_name}) holds "
-                    "values that are no numbers (NaN or infinite): the file is damaged, or was made wrongly"
+                    "values that are no numbers (NaN or infinite): the file is damaged or was made wrongly; get it anew"
                 )
             first += len(blocks)
     return None

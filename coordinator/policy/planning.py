@@ -8,6 +8,7 @@ import numpy as np
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import RequestId
 from ...proto.sampling import validate
+from ...proto.words import counted
 from ..chunks.plan import Limits
 from ..costs.cost_model import Costs
 from ..generation import GenerationRequest, KeptPrefix, RequestPlan
@@ -117,7 +118,7 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     _check_tokens(request.forced, vocab)
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
-        raise DoesNotFitError(f"{wanted} tokens do not fit in a context of {context_tokens}")
+        raise DoesNotFitError(f"{counted(wanted, 'token')} do not fit in a context of {context_tokens}")
     if request.max_tokens is not None and not _is_count(request.max_tokens):
         raise InputError(
             f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}"

@@ -8,6 +8,7 @@ from math import inf
 from ...proto.errors import LayoutRefusedError
 from ...proto.generation_result import JourneyForecast
 from ...proto.ids import Layout
+from ...proto.words import counted
 from ..chunks.plan import ChunkPlan, ChunkRule, Limits
 from ..costs.cost_model import Costs
 from ..generation import KeptPrefix
@@ -88,7 +89,7 @@ def choose(
     plans = chunk_plans(task, costs, ranks, rule, limits, prefills)
     found = forecasts(task, costs, open_journeys, plans, regret)
     if not found:
-        best, reason = open_journeys[0], "these costs hold no pair of layouts as a whole, so none are compared"
+        best, reason = open_journeys[0], _told_missing(costs, open_journeys)
     elif regret is not None:
         best, after = _by_regret(found, regret)
         reason = _reason(best, found, task, _told_regret(best, regret, after))
@@ -115,6 +116,18 @@ def worth_keeping(cold: Choice, warm: Choice, kept: KeptPrefix, prompt_tokens: i
     if cold.seconds is not None and warm.seconds is not None:
         return warm.seconds <= cold.seconds
     return warm.prefill is cold.prefill or 2 * kept.tokens >= prompt_tokens
+
+
+def _told_missing(costs: Costs, asked: Sequence[Journey]) -> str:
+    """Which costs are not there, so that none of the pairs that were asked for can be predicted as a whole."""
+    needed = {
+        "tensor_prefill": (costs.tensor_prefill, any(prefill is Layout.TENSOR for prefill, _ in asked)),
+        "decode_layer": (costs.decode_layer, any(decode is Layout.LAYER for _, decode in asked)),
+        "decode_tensor": (costs.decode_tensor, any(decode is Layout.TENSOR for _, decode in asked)),
+    }
+    missing = " and ".join(f"no {name}" for name, (cost, counts) in needed.items() if counts and cost is None)
+    told = f"{missing}: no pair of layouts can be predicted as a whole" if missing else "no pair of layouts as a whole"
+    return f"these costs hold {told}, so none are compared"
 
 
 def _without_comparing(
@@ -168,12 +181,9 @@ def _reason(best: Journey, found: Mapping[Journey, Forecast], task: Task, why: s
     kept = task.kept
     cached = f" ({kept.tokens} of them kept in the {kept.layout} layout)" if kept is not None else ""
     answered = task.running.layer + task.running.tensor
-    beside = f" beside {answered} answer{'s' if answered > 1 else ''}" if answered else ""
+    beside = f" beside {counted(answered, 'answer')}" if answered else ""
     many = f"{task.requests} requests of " if task.requests > 1 else ""
-    tokens, steps = _count(task.prompt_tokens, "token"), _count(task.steps, "step")
+    tokens, steps = counted(task.prompt_tokens, "token"), counted(task.steps, "step")
     work = f"{many}{tokens}{cached} and {steps}{beside}"
     return f"{best[0]}->{best[1]} {why} for {work}: {times}"
 
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

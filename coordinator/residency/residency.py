@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from ...proto.ids import Layout
 from ...proto.placement.plan import Placement
+from ...proto.words import counted
 
 USUAL_ANSWER_TOKENS = 256
 
@@ -38,7 +39,7 @@ class Residency:
     def told(self, layers: int) -> str:
         """`20 layers for both layouts, 8 migrate, 4 whole on their owner`."""
         both = layers - len(self.migrating) - len(self.whole)
-        words = [f"{both} layers for both layouts"]
+        words = [f"{counted(both, 'layer')} for both layouts"]
         words += [f"{len(self.migrating)} migrate"] if self.migrating else []
         words += [f"{len(self.whole)} whole on their owner"] if self.whole else []
         return ", ".join(words)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto.errors import ModelFileError
+from ...proto.words import counted
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 KINDS_KEY = "tokenizer.ggml.token_type"
@@ -115,5 +116,5 @@ def _numbers(
     if numbers.ndim != 1 or numbers.dtype.kind not in dtype_kinds:
         raise ModelFileError(f"{key} is not an array of numbers of its kind")
     if len(numbers) < count:
-        raise ModelFileError(f"{key} holds {len(numbers)} values for {count} tokens")
+        raise ModelFileError(f"{key} holds {counted(len(numbers), 'value')} for {counted(count, 'token')}")
     return numbers[:count]

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 
 HELP_SECONDS = 60.0  # a CUDA build looks at its devices before it answers
 MOST_BYTES = 16 << 20  # of all that it may write: a table is a few thousand
@@ -85,7 +86,7 @@ def run_peer(
     """A row for each split mode; one that fails or takes longer than `timeout_seconds` has its error instead."""
     rows = []
     for mode in peer.split_modes:
-        told(f"{peer.path.name} -sm {mode}: prompt {prompt}, then answer {answer}, {repeats} times")
+        told(f"{peer.path.name} -sm {mode}: prompt {prompt}, then answer {answer}, {counted(repeats, 'time')}")
         done = _run(peer.command(mode, model, prompt, answer, repeats), timeout_seconds)
         if isinstance(done, str):
             rows.append(PeerRow(mode, error=done))

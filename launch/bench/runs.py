@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -210,6 +211,7 @@ class Verdict:
     chosen_rounds: int  # of `rounds`, in which auto chose that pair
     rounds: int
     mean_regret: float  # of all pairs that auto chose, round by round
+    choices: tuple[tuple[Combination, int], ...] = ()  # by auto, and how often; the most frequent one first
 
     @property
     def regret(self) -> float:
@@ -233,8 +235,9 @@ def judge(runs: Sequence[TimedRun], best_of: int = 1) -> Verdict:
     taken = [run.took for run in runs if not run.combination.fixed]
     behind = [least[took] / least[best] - 1.0 for took in taken if took in least]
     return Verdict(
-        chosen, best, least[chosen], least[best], overlap, taken.count(chosen), len(taken), mean(behind)
-    )
+        chosen, best, least[chosen], least[best], overlap, taken.count(chosen), len(taken), mean(behind),
+        tuple(Counter(taken).most_common()),
+    )  # fmt: skip
 
 
 def least_median(runs: Sequence[TimedRun], combination: Combination, blocks: int) -> float:

@@ -2,10 +2,12 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...proto.words import counted
 from ..report import chunks_text
 from .llama_bench import PeerRow
 from .runs import AUTO, Combination, Spread, TimedRun, Verdict, auto_choice, judge
@@ -61,7 +63,7 @@ def verdict_line(verdict: Verdict) -> str:
     """`auto chose layer->tensor: 1.3% behind the best, tensor->tensor`."""
     said = f"auto chose {verdict.chosen.name}"
     if verdict.chosen_rounds < verdict.rounds:
-        said += f" in {verdict.chosen_rounds} of {verdict.rounds} rounds, others in the rest"
+        said = f"auto chose {_told_choices(verdict.choices)}"
         return f"{said}: on average {verdict.mean_regret:.1%} behind the best, {verdict.best.name}"
     if verdict.chosen == verdict.best:
         return f"{said}: the best of the fixed combinations"
@@ -70,19 +72,39 @@ def verdict_line(verdict: Verdict) -> str:
 
 
 def auto_line(runs: Sequence[TimedRun]) -> str:
-    """What auto chose, and its forecast beside what it then took."""
+    """What auto chose how often, and its forecast of its usual choice beside what that then took."""
     mine = [run for run in runs if not run.combination.fixed]
+    return f"auto: {_told_choices(Counter(run.took for run in mine).most_common())}; {_told_forecast(mine)}"
+
+
+def told_texts(bench: Bench) -> tuple[str, ...]:
+    """What follows the table: what auto chose, the timeline and the verdict; of a choice that varied in one line."""
+    timeline, verdict = timeline_text(bench), verdict_line(bench.verdict)
+    if bench.verdict.chosen_rounds == bench.verdict.rounds:
+        return auto_line(bench.runs), timeline, verdict
+    forecast = _told_forecast(bench.of(AUTO))
+    return timeline, f"{verdict}; {bench.verdict.chosen.name} was {forecast}"
+
+
+def _told_choices(choices: Sequence[tuple[Combination, int]]) -> str:
+    """`layer->layer in 3 of 5 rounds, tensor->tensor in 2`."""
+    (first, times), *others = choices
+    rounds = counted(times + sum(more for _, more in others), "round")
+    return ", ".join([f"{first.name} in {times} of {rounds}", *(f"{one.name} in {more}" for one, more in others)])
+
+
+def _told_forecast(mine: Sequence[TimedRun]) -> str:
+    """Of what auto took most often."""
     chosen = auto_choice(mine)
     taken = [run for run in mine if run.took == chosen]
     measured = Spread.of(run.wall_seconds for run in taken).median
-    line = f"auto: {chosen.name} in {len(taken)} of {len(mine)} round{'' if len(mine) == 1 else 's'}"
     forecasts = [run.predicted_seconds for run in taken if run.predicted_seconds is not None]
     if not forecasts:
-        return f"{line}, {measured:.3f} s; {taken[0].result.prefill.reason}"
+        return f"measured {measured:.3f} s; {taken[0].result.prefill.reason}"
     predicted = Spread.of(forecasts).median
     policy = 1e3 * Spread.of(run.plan_seconds for run in mine).median
     return (
-        f"{line}; predicted {predicted:.3f} s, measured {measured:.3f} s ({measured / predicted - 1:+.1%}); "
+        f"predicted {predicted:.3f} s, measured {measured:.3f} s ({measured / predicted - 1:+.1%}); "
         f"the policy itself took {policy:.2f} ms"
     )
 
@@ -91,7 +113,7 @@ def bench_table(bench: Bench) -> "Table":
     """Medians; of the whole time also the range."""
     from rich.table import Table
 
-    title = f"prompt {bench.prompt_tokens}, answer {bench.answer_tokens} token{'' if bench.answer_tokens == 1 else 's'}"
+    title = f"prompt {bench.prompt_tokens}, answer {counted(bench.answer_tokens, 'token')}"
     table = Table(title=title, title_justify="left")
     table.add_column("prompt -> answer", no_wrap=True)
     for column in ("all, s", "range", "prompt\ntok/s", "answer\ntok/s", "shift, ms\nexposed", "\nhidden"):

@@ -14,6 +14,7 @@ from ...proto.errors import DoesNotFitError, RequestFailedError
 from ...proto.generation_result import FinishReason, GenerationResult
 from ...proto.pieces import Piece
 from ...proto.sampling import SamplingParameters
+from ...proto.words import counted
 from ..answer import SplitText, follow
 from ..settings.options import LayoutSettings
 from ..start.blame import file_is_blamed
@@ -71,7 +72,7 @@ class LocalChat:
         prompt = self.format.prompt(messages, options=self.options)
         if len(prompt.ids) > self.context_tokens:
             raise DoesNotFitError(
-                f"the conversation has {len(prompt.ids)} tokens, the context {self.context_tokens}: "
+                f"the conversation has {counted(len(prompt.ids), 'token')}, the context {self.context_tokens}: "
                 "/clear begins a new one, --context makes more room"
             )
         request = GenerationRequest(

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from ...coordinator.chat.messages import Message
 from ...proto.errors import InputError, RequestFailedError
 from ...proto.pieces import Piece
+from ...proto.words import counted
 from ..console import busy
 from ..processes.signals import interrupts_noted
 from .backend import ChatAnswer, ChatBackend
@@ -73,9 +74,8 @@ def _answer(backend: ChatBackend, terminal: ChatTerminal, messages: Sequence[Mes
 def _summary(answer: ChatAnswer) -> str:
     read = answer.prompt_tokens - answer.cached_tokens
     kept = f" ({answer.cached_tokens} kept from before)" if answer.cached_tokens else ""
-    plural = "" if answer.prompt_tokens == 1 else "s"
     text = (
-        f"read {read} of {answer.prompt_tokens} token{plural}{kept} in {answer.prompt_seconds:.2f} s, "
+        f"read {read} of {counted(answer.prompt_tokens, 'token')}{kept} in {answer.prompt_seconds:.2f} s, "
         f"wrote {answer.answer_tokens} at {answer.tokens_per_second:.1f} tok/s"
     )
     if answer.stopped:

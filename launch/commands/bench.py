@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import DoesNotFitError, InputError
+from ...proto.words import counted
 from ..console import note, stdout_console, warn
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, Device, flags_named, group_settings, layout_settings
@@ -109,12 +110,10 @@ def bench(
     from ..bench.llama_bench import find_peer, run_peer
     from ..bench.tables import (
         Bench,
-        auto_line,
         bench_csv,
         bench_facts,
         bench_table,
-        timeline_text,
-        verdict_line,
+        told_texts,
     )
     from ..start.session_setup import open_model, open_session
 
@@ -145,7 +144,7 @@ def bench(
         return
     console = stdout_console()
     console.print(bench_table(found))
-    for text in (auto_line(runs), timeline_text(found), verdict_line(found.verdict)):
+    for text in told_texts(found):
         console.print(text, soft_wrap=True, markup=False)
 
 
@@ -179,8 +178,7 @@ def _timed(
     warm_up = interleaved(
         driver, taken[:-1], 1, prompt, min(answer, WARM_UP_ANSWER_TOKENS), seed, rule=layouts.chunk_rule
     )
-    rounds = f"{repeats} round{'' if repeats == 1 else 's'}"
-    note(f"{rounds} of {len(taken)} runs, prompts from seed {seed + len(warm_up)} on")
+    note(f"{counted(repeats, 'round')} of {counted(len(taken), 'run')}, prompts from seed {seed + len(warm_up)} on")
     return interleaved(
         driver, taken, repeats, prompt, answer, seed + len(warm_up), rule=layouts.chunk_rule, collector=collector,
         told=lambda run: note(f"round {run.round + 1} of {repeats}, {run.combination.name}: {run.wall_seconds:.3f} s"),

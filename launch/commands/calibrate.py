@@ -63,8 +63,10 @@ def calibrate(
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     target = None if out is None else _checked_target(out)
     opened = open_model(model)
-    asked = current_settings({"context": context}).whole_number_or_none("context")
-    wish = wish_context(asked, 1, None, opened.spec.trained_context)
+    chosen = current_settings({"context": context})
+    wish = wish_context(
+        chosen.whole_number_or_none("context"), 1, None, opened.spec.trained_context, chosen.place("context")
+    )
     with open_session(opened, settings, layout_settings(), wish, measure=False) as session:
         driver, started = session.driver, monotonic()
         found = driver.measure_costs(driver.measuring_plan(thorough=True), lambda part: note(f"timing {part}"))

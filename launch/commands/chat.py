@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from ..chat.setup import first_messages, open_format, parse_template_options
 from ..console import note, warn
 from ..processes.waiting_agent import agent_ahead
@@ -124,8 +125,11 @@ def chat(
         validate(sampling.parameters, opened.spec.vocab)
         with open_format(opened, template) as chat_format:
             first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
-            asked = current_settings({"context": context}).whole_number_or_none("context")
-            context_wish = wish_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
+            asked = current_settings({"context": context})
+            context_wish = wish_context(
+                asked.whole_number_or_none("context"), first_tokens, max_tokens, opened.spec.trained_context,
+                asked.place("context"),
+            )  # fmt: skip
             with open_session(
                 opened, settings, layouts, context_wish, trace_path=trace, restarts=again, ahead=ahead
             ) as session:
@@ -164,7 +168,7 @@ def _chat_remotely(
     options = {**limits, **settings_options(current_settings(chosen), ("prefill", "decode", "chunk"))}
     with open_client(address, key_file) as client:
         note(
-            f"connected to {address}: {client.model}, {client.context_tokens} tokens of context"
+            f"connected to {address}: {client.model}, {counted(client.context_tokens, 'token')} of context"
             + (STILL_LOADING if client.was_loading else "")
         )
         terminal = ChatTerminal()

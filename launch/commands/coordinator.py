@@ -121,8 +121,10 @@ def coordinator(
         raise InputError("--workers-listen is for workers started by hand: add --external")
     keys = None if key_file is None else read_keys(Path(key_file))
     opened = open_model(model)
-    asked = current_settings({"context": context}).whole_number_or_none("context")
-    context_wish = wish_context(asked, 1, None, opened.spec.trained_context)
+    chosen = current_settings({"context": context})
+    context_wish = wish_context(
+        chosen.whole_number_or_none("context"), 1, None, opened.spec.trained_context, chosen.place("context")
+    )
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
         gather = partial(
@@ -148,6 +150,8 @@ def _serve(
     from ...coordinator.api.loading import EarlyCalls, Reception
     from ...coordinator.api.remote import RemoteApi
     from ...coordinator.api.server import Server
+    from ...coordinator.model.file_blame import FileBlame
+    from ..start.blame import find_and_tell_blame
     from ..start.session_setup import open_session
 
     early = EarlyCalls(opened.spec.name, __version__, context_wish.tokens, (layouts.prefill, layouts.decode))
@@ -162,7 +166,8 @@ def _serve(
                 restarts=restarts, gather=None if gather is None else partial(gather, tell_port=reception.open),
             )
         )  # fmt: skip
-        api = RemoteApi(session.driver, _service(opened, session, chat))
+        blame = FileBlame(partial(find_and_tell_blame, opened.spec))
+        api = RemoteApi(session.driver, _service(opened, session, chat), blame=blame)
         reception.close()
         note(f"listening at {listener.address}")
         Server(listener, session.cluster, session.driver, api, reception.door, reception.outboxes).run(early)

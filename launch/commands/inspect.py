@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...proto.errors import UnsupportedModelError
+from ...proto.words import counted, plural
 from ..console import stdout_console, warn
 from ..settings import flags
 from ..settings.options import GroupSettings, group_settings
@@ -168,7 +169,7 @@ def _told_value(value: Any) -> str:
     """A shortened metadata value for a person."""
     match value:
         case {"length": int(length), "first": list(first)}:
-            return f"{length:,} values: {', '.join(map(str, first))}, ..."
+            return f"{length:,} {plural(length, 'value')}: {', '.join(map(str, first))}, ..."
         case list():
             return ", ".join(map(str, value))
         case _:
@@ -178,7 +179,7 @@ def _told_value(value: Any) -> str:
 def _parts_table(parts: list[dict[str, Any]], workers: int) -> "Table":
     from rich.table import Table
 
-    table = Table("part", title=f"parts for {workers} worker{'' if workers == 1 else 's'}", title_justify="left")
+    table = Table("part", title=f"parts for {counted(workers, 'worker')}", title_justify="left")
     for part in parts:
         table.add_column(f"rank {part['rank']}", justify="right")
     table.add_row("layers owned as a stage", *(_half_open(part["layers"]) for part in parts))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import InputError, RequestFailedError
+from ...proto.words import counted
 from ..console import note, warn
 from ..prompts import PromptTokens, prompt_tokens
 from ..settings import flags
@@ -79,10 +80,12 @@ def logits(
     tokens = prompt_tokens(values, opened.tokenizer, opened.spec.vocab)
     if prompt_length is not None and prompt_length > len(tokens):
         raise InputError(
-            f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {tokens_file}"
+            f"--prompt-length {prompt_length} is more than the {counted(len(tokens), 'token')} of {tokens_file}"
         )
     chosen = current_settings({"context": context})
-    context_wish = wish_context(chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context)
+    context_wish = wish_context(
+        chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context, chosen.place("context")
+    )
     with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
         rows, result = collect_logits(
             session.driver,
@@ -107,7 +110,7 @@ def refuse_non_finite(rows: "npt.NDArray[np.float32]") -> None:
     wrong = ~np.isfinite(rows.max(axis=1))
     if wrong.any():
         first = int(wrong.argmax())
-        told = f"those of {int(wrong.sum())} positions, {first} the first"
+        told = f"those of {counted(int(wrong.sum()), 'position')}, {first} the first"
         raise RequestFailedError(f"the logits are not numbers: {told}")
 
 

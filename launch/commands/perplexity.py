@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from ..console import note
 from ..prompts import PromptTokens, prompt_tokens, read_prompt
 from ..settings import flags
@@ -65,7 +66,7 @@ def perplexity(
     tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     if len(tokens) < context:
         raise InputError(
-            f"the text has {len(tokens)} tokens, too few for one window of {context} (--context)"
+            f"the text has {counted(len(tokens), 'token')}, too few for one window of {context} (--context)"
         )
     special = opened.tokenizer.special
     begin = special.bos if special.add_bos and not isinstance(source, PromptTokens) else None
@@ -76,10 +77,10 @@ def perplexity(
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        windows = f"{found.windows} window{'' if found.windows == 1 else 's'}"
+        windows = counted(found.windows, "window")
         print(
             f"perplexity {found.value:.4f} +/- {found.standard_error:.4f} "
-            f"({windows} of {context} tokens, {found.scored_tokens} tokens scored)"
+            f"({windows} of {context} tokens, {counted(found.scored_tokens, 'token')} scored)"
         )
 
 

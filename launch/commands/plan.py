@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import InputError
+from ...proto.words import counted
 from ..console import stdout_console
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, LayoutSettings, flags_named, group_settings, layout_settings
@@ -123,9 +124,9 @@ def plan(
     layouts = layout_settings(prefill, decode, chunk)
     answer = output_tokens or AnswerLengths().expected_tokens
     if model is not None:
-        asked = current_settings({"context": context}).whole_number_or_none("context")
+        chosen = current_settings({"context": context})
         file = None if costs is None else Path(costs)
-        found = costs_of_model(model, settings, layouts, (prompt_tokens, answer), asked, file)
+        found = costs_of_model(model, settings, layouts, (prompt_tokens, answer), chosen, file)
     elif costs is not None:
         found = costs_of_file(Path(costs), workers, max_chunk)
     else:
@@ -149,8 +150,8 @@ def _refuse_many_chunks(prompt_tokens: int, found: "FoundCosts", layouts: Layout
     chunks = prompt_tokens // longest
     if chunks * ranks > MOST_CHUNKS:
         raise InputError(
-            f"--prompt-tokens {prompt_tokens} are {chunks} chunks of at most {_count(longest, 'token')} "
-            f"on {_count(ranks, 'rank')}: "
+            f"--prompt-tokens {prompt_tokens} are {counted(chunks, 'chunk')} of at most {counted(longest, 'token')} "
+            f"on {counted(ranks, 'rank')}: "
             f"more than {MOST_CHUNKS} are not planned; take longer chunks (--chunk, --max-chunk) or a shorter prompt"
         )
 
@@ -182,7 +183,3 @@ def _plan(
         costs_from=f"{found.told}, but a shift of {shift_seconds:g} s",
         as_measured=facts.outlook,
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

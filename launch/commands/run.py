@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ...proto.errors import InputError, RequestFailedError
+from ...proto.words import counted
 from ..chat.setup import chat_prompt, parse_template_options
 from ..console import busy, note, stderr_console, warn
 from ..processes.waiting_agent import agent_ahead
@@ -143,8 +144,9 @@ def run(
             tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
         chosen = current_settings({"context": context, "verify_shift": verify_shift})
         context_wish = wish_context(
-            chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context
-        )
+            chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context,
+            chosen.place("context"),
+        )  # fmt: skip
         request = GenerationRequest(
             prompt=tokens,
             max_tokens=max_tokens,
@@ -177,7 +179,7 @@ def _answer(
     from ..report import memory_table, phase_table, reason_lines, run_facts
 
     output = PlainText() if split is None else ChatTerminal()
-    with busy(f"reading {len(request.prompt)} token{'' if len(request.prompt) == 1 else 's'}") as prompt_is_read:
+    with busy(f"reading {counted(len(request.prompt), 'token')}") as prompt_is_read:
 
         def show(piece: "Piece") -> None:
             prompt_is_read()

@@ -14,6 +14,7 @@ from ...proto.probe import (
     ProbedDevice,
     ProbeReport,
 )
+from ...proto.words import counted
 from .host_facts import Failure, HostFacts
 
 GIBIBYTE = 2**30
@@ -65,7 +66,7 @@ def _software(facts: HostFacts) -> Iterator[Check]:
 
 def _cpu(facts: HostFacts) -> Check:
     flags = ", ".join(facts.cpu_flags) or "none of AVX2, AVX-512, bf16"
-    found = f"{facts.cores} cores, {flags}; {facts.free_memory_bytes / GIBIBYTE:.1f} GiB of memory free"
+    found = f"{counted(facts.cores, 'core')}, {flags}; {facts.free_memory_bytes / GIBIBYTE:.1f} GiB of memory free"
     if "avx2" not in facts.cpu_flags:
         return Check("cpu", Verdict.NOTE, found, "without AVX2 CPU workers are slow")
     if not {"avx512_bf16", "amx_bf16"} & set(facts.cpu_flags):

@@ -11,6 +11,7 @@ from ...proto.ids import ComputeType
 from ...proto.model import ModelSpec
 from ...proto.placement.memory import Holding
 from ...proto.probe import PeerTest, ProbedDevice, usual_compute_type
+from ...proto.words import counted
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
 from .card_process import card_process_bytes, nccl_case, told_card_process
@@ -43,7 +44,7 @@ def fit_check(
     plan = GroupPlan(spec, settings, layouts, shares_open=names_no_shares(settings))
     on_cards = settings.device is not Device.CPU and len(devices) >= settings.workers
     if settings.device is Device.CUDA and not on_cards:
-        found = f"{settings.workers} workers, {len(devices)} CUDA devices"
+        found = f"{counted(settings.workers, 'worker')}, {counted(len(devices), 'CUDA device')}"
         return Check(NAME, Verdict.PROBLEM, found, "fewer --workers, or --device cpu")
     if on_cards:
         taken = devices[: settings.workers]
@@ -129,7 +130,7 @@ def _told(case: FitCase, found: Sequence[Pool], wanted: int, how: str, most: int
     weights = sum(memory[rank].weight_bytes for rank in tight.ranks)
     kv = sum(memory[rank].kv_bytes for rank in tight.ranks)
     return (
-        f"{how}: {told_bytes(needed)} on {tight.name} for {wanted} tokens of context "
+        f"{how}: {told_bytes(needed)} on {tight.name} for {counted(wanted, 'token')} of context "
         f"({told_bytes(weights)} of it weights, {told_bytes(kv)} KV), {told_bytes(tight.budget_bytes)} to be had "
         f"({tight.why}); largest context {most} of {case.spec.trained_context}"
     )

@@ -20,8 +20,10 @@ from ...proto.errors import InputError
 from ...proto.ids import ComputeType
 from ...proto.model import ModelSpec
 from ...proto.placement.cuts import place
+from ...proto.words import counted
 from ..doctor.card_process import nccl_case
 from ..settings.options import Device, GroupSettings, LayoutSettings
+from ..settings.settings import Settings
 from ..settings.user_folders import costs_folder
 from ..start.cost_cache import placement_digest, speed_variables
 from ..start.fitting import GroupPlan, names_no_shares
@@ -67,15 +69,16 @@ def costs_of_model(
     settings: GroupSettings,
     layouts: LayoutSettings,
     tokens: tuple[int, int],
-    context_tokens: int | None,
+    chosen: Settings,
     costs_file: Path | None,
 ) -> FoundCosts:
     """For a model on this machine: by a file, else an earlier measurement, else one made now on workers.
 
-    `tokens`: of the prompt and the answer.
+    `tokens`: of the prompt and the answer. `chosen`: the context is taken from it.
     """
     files = open_files(model)
-    wish = wish_context(context_tokens, *tokens, build_spec(files).trained_context)
+    asked, named = chosen.whole_number_or_none("context"), chosen.place("context")
+    wish = wish_context(asked, *tokens, build_spec(files).trained_context, named)
     plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts, shares_open=names_no_shares(settings))
     check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:
@@ -84,6 +87,7 @@ def costs_of_model(
             raise InputError(
                 f"--workers {settings.workers}: the costs in {costs_file} are of {len(file.costs.stages)}"
             )
+        _refuse_another_model(plan.spec, file, costs_file)
         return _planned(plan, wish, file, str(costs_file))
     kept = None if settings.measure else kept_costs(plan.spec, settings, wish.tokens)
     if kept is not None:
@@ -100,6 +104,20 @@ def costs_of_model(
             facts["without_nccl"] = True
         file = CostFile(driver.costs or driver.measure_costs().costs, facts)
     return _planned(plan, wish, file, "measured now")
+
+
+def _refuse_another_model(spec: ModelSpec, file: CostFile, path: Path) -> None:
+    """`InputError` where the costs were measured with other files, or name layers that the model has not."""
+    measured, own = file.facts.get("files"), [one.fingerprint for one in spec.files]
+    kinds = file.costs.layer_seconds.kinds if file.costs.layer_seconds is not None else ()
+    layers = sum(len(kind.layers) for kind in kinds)
+    if isinstance(measured, list) and measured != own:
+        named = file.facts.get("model")
+        of = f" ({named})" if isinstance(named, str) and named != spec.name else ""
+        raise InputError(f"the costs in {path} were measured with another model's files{of}, not with {spec.name}'s")
+    if kinds and layers != len(spec.layers):
+        told = f"{counted(layers, 'layer')}, {spec.name} has {len(spec.layers)}"
+        raise InputError(f"the costs in {path} are of a model with {told}")
 
 
 def _planned(plan: GroupPlan, wish: ContextWish, file: CostFile, told: str) -> FoundCosts:

@@ -10,6 +10,7 @@ from ...coordinator.fit.memory import RankMemory
 from ...coordinator.policy.outlook import BreakEven, Outlook
 from ...coordinator.policy.policy import Journey, told_forecasts
 from ...proto.ids import Layout
+from ...proto.words import plural
 from ..report import MEBIBYTE, chunks_text
 from .fit import PlannedMemory
 from .gantt import LEGEND, gantt
@@ -192,7 +193,7 @@ def _chunk_lines(outlook: Outlook) -> list[str]:
 def _plain_line(plan: ChunkPlan) -> list[str]:
     if plan.plain_rule_chunk is None or "plain rule" in plan.reason or plan.reason.startswith("sqrt"):
         return []
-    return [f"the plain rule would have chosen chunks of {plan.plain_rule_chunk:,} tokens"]
+    return [f"the plain rule would have chosen chunks of {_count(plan.plain_rule_chunk, 'token')}"]
 
 
 def _other_layout_line(outlook: Outlook) -> list[str]:
@@ -205,7 +206,7 @@ def _other_layout_line(outlook: Outlook) -> list[str]:
 def _memory_table(planned: PlannedMemory) -> "Table":
     from rich.table import Table
 
-    title = f"memory, MiB, for {planned.context_tokens:,} tokens of context"
+    title = f"memory, MiB, for {_count(planned.context_tokens, 'token')} of context"
     table = Table("rank", title=title, title_justify="left")
     for column in ("weights", "KV", "prompt", "shift", "answer", "peak"):
         table.add_column(column, justify="right")
@@ -271,4 +272,4 @@ def _arrow(journey: Journey) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {plural(number, what)}"

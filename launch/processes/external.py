@@ -8,6 +8,7 @@ from ...coordinator.group.cluster import Cluster
 from ...proto.channel import ClientListener, CoordinatorChannel, is_loopback, split_address
 from ...proto.commands import LinkOptions
 from ...proto.keys import KeyPair
+from ...proto.words import counted
 from ..console import note
 
 UNKNOWN_HOST = "THIS_HOST"
@@ -50,7 +51,7 @@ def external_cluster(
     with CoordinatorChannel.bind(workers_address or f"tcp://{host}:*", keys) as channel:
         port = int(split_address(channel.address)[1])
         keys_told = "" if key_file is None else f" --key-file {key_file}"
-        expected = f"{workers} worker{'' if workers == 1 else 's'}"
+        expected = counted(workers, "worker")
         note(f"waiting {join_timeout_seconds:g} s for {expected} (they meet at port {port}); start them with")
         address = reachable_address(listener.address)
         words = f"-m gearshift.worker --coordinator {address}{keys_told}"

@@ -23,6 +23,7 @@ from ...proto.channel import CoordinatorChannel
 from ...proto.commands import LinkOptions
 from ...proto.errors import InputError
 from ...proto.ids import Rank
+from ...proto.words import counted
 from .agent_lines import AgentLine, Ended, Order, Started, last_lines, signal_name
 from .lasting_thread import in_lasting_thread
 from .run_logs import AGENT_LOG
@@ -261,7 +262,7 @@ def check_open_files(workers: int) -> None:
     needed = FILES_OF_A_WORKER + FILES_OF_A_PEER * workers
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise InputError(
-            f"a process may have {allowed} files open here, and a group of {workers} takes {needed}: "
+            f"a process may have {counted(allowed, 'file')} open here, and a group of {workers} takes {needed}: "
             "raise the limit (ulimit -n 1024)"
         )
 

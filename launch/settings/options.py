@@ -16,8 +16,9 @@ from ...proto.errors import InputError
 from ...proto.ids import ComputeType, KvType, Layout
 from ...proto.kv import KvFormat
 from ...proto.nccl_choice import NCCL_VARIABLE, NcclAsked, parse_nccl
+from ...proto.words import counted
 from .residency_option import ResidencyWish, parse_residency
-from .settings import SAMPLING_SETTINGS, Source
+from .settings import SAMPLING_SETTINGS
 from .user_folders import current_settings
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def group_settings(
     workers = chosen.whole_number("workers")
     memory_limits = parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit"))
     if memory_limits is not None and len(memory_limits) not in (1, workers):
-        values = f"{len(memory_limits)} values for {workers} worker{'' if workers == 1 else 's'}"
+        values = f"{counted(len(memory_limits), 'value')} for {counted(workers, 'worker')}"
         raise InputError(f"{chosen.place('memory_limit')}: {values}; give one, or one for each")
     return GroupSettings(
         workers=workers,
@@ -159,16 +160,10 @@ def layout_settings(
     from ...coordinator.chunks.plan import parse_chunk_rule  # numpy is behind it: not for `--help`
 
     chosen = current_settings({"prefill": prefill, "decode": decode, "chunk": chunk})
-    try:
-        chunk_rule = parse_chunk_rule(chosen.text("chunk"))
-    except InputError as error:
-        if chosen.values["chunk"].source is Source.FLAG:
-            raise
-        raise InputError(f"{chosen.place('chunk')}: {error}") from None
     return LayoutSettings(
         prefill=parse_layout(chosen.place("prefill"), chosen.text("prefill")),
         decode=parse_layout(chosen.place("decode"), chosen.text("decode")),
-        chunk_rule=chunk_rule,
+        chunk_rule=parse_chunk_rule(chosen.text("chunk"), chosen.place("chunk")),
     )
 
 

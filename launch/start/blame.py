@@ -1,11 +1,14 @@
 """Why a request failed, where the model's file is to blame."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
+from ...coordinator.model.file_blame import find_blame, tells_no_numbers
 from ...proto.errors import ModelFileError, RequestFailedError
 from ...proto.model import ModelSpec
-from ..console import note
+from ..console import note, warn
+
+LOOKING = "looking whether the model's file is to blame"
 
 
 @contextmanager
@@ -17,12 +20,17 @@ def file_is_blamed(spec: ModelSpec) -> Iterator[None]:
     try:
         yield
     except RequestFailedError as error:
-        if "not numbers" not in str(error):  # as whoever chooses or scores by logits says it
+        if not tells_no_numbers(str(error)):
             raise
-        from ...coordinator.model.non_finite import first_non_finite  # late: it brings NumPy
-
-        note(f"{error}: looking whether the model's file is to blame")
-        with suppress(OSError):
-            if (found := first_non_finite(spec)) is not None:
-                raise ModelFileError(found) from error
+        note(f"{error}: {LOOKING}")
+        if (found := find_blame(spec)) is not None:
+            raise ModelFileError(found) from error
         raise
+
+
+def find_and_tell_blame(spec: ModelSpec) -> str | None:
+    """As `find_blame`, told to whoever runs a server of many clients, too."""
+    note(f"the logits of a request are not numbers: {LOOKING}")
+    if (found := find_blame(spec)) is not None:
+        warn(found)
+    return found

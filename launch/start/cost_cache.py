@@ -11,9 +11,10 @@ from typing import Protocol
 import msgspec
 
 from ... import __version__
+from ...coordinator.costs.correction import corrected
 from ...coordinator.costs.cost_model import Costs
-from ...coordinator.costs.files import read_cost_file, write_costs
-from ...coordinator.costs.measuring import times_as_long
+from ...coordinator.costs.files import CostFile, read_cost_file, write_costs
+from ...coordinator.costs.measuring import Measurement, times_as_long
 from ...coordinator.costs.measuring_plan import MeasuringPlan
 from ...coordinator.costs.residuals import MOST_OFF_FIT, WORST_FIT, told_fit, worst_fit
 from ...coordinator.driver import Driver
@@ -23,6 +24,7 @@ from ...proto.errors import InputError
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ...proto.reports import Hello
+from ...proto.words import counted
 from ..console import note, warn
 from ..settings.options import GroupSettings
 from ..settings.user_folders import costs_folder
@@ -37,10 +39,10 @@ MEASURED = 3  # with what the runs of a past cost, and depths that tell them fro
 
 ENOUGH_OBSERVATIONS = 64  # chunks and steps timed in real work, before their costs are kept
 
-MOST_OFF = 1.25  # times as quick that work may be before costs known from before count no more
+MOST_OFF = 1.25  # times as quick that work may be before costs known from before are corrected, or count no more
 MOST_OVERHEAD = 10.0  # times what a chunk is found to take beside its work
 LEAST_TOLD_OVERHEAD = 5e-3  # seconds that no stall is needed for
-MOST_BUSY = 100.0  # times as slow: no other work does that, the costs are wrong
+MOST_BUSY = 100.0  # times as slow, or as quick: no other work does that, the costs are wrong
 
 
 Facts = dict[str, object]
@@ -83,50 +85,60 @@ def settle_costs(
     """
     facts = cost_facts(driver.spec, cluster, placement, loaded, settings, driver.measuring_plan())
     path = cost_path(facts)
-    kept = None if settings.measure else read_kept(path, facts)
-    known = kept is not None and still_holds(kept, driver)
-    if kept is not None and known:
+    file = None if settings.measure else _read_kept_file(path, facts)
+    kept = None if file is None else what_holds(file, driver)
+    if kept is not None and file is not None:
         note("costs of this group are known from before (--measure times them anew)")
         driver.use_costs(kept)
-    else:
-        note("measuring what this group's work costs (later starts take it from this one)")
-        found = driver.measure_costs()
-        kept, off = found.costs, worst_fit(found)
-        if told := told_fit(off):
-            warn(f"{told} with --measure")
-        keep_costs(path, kept, facts | {WORST_FIT: off})
-    return CostPlace(path, facts, kept, measured=not known)
+        if kept != file.costs:
+            keep_costs(path, kept, facts)
+        return CostPlace(path, facts, kept)
+    note("measuring what this group's work costs (later starts take it from this one)")
+    found = driver.measure_costs()
+    off = worst_fit(found)
+    if told := told_fit(off):
+        warn(f"{told} with --measure")
+    keep_costs(path, found.costs, facts | {WORST_FIT: off})
+    return CostPlace(path, facts, found.costs, measured=True)
 
 
-def still_holds(kept: Costs, driver: Driver) -> bool:
-    """Whether no work is much quicker than these costs say, by a chunk and a step of each kind; if not, it is told.
+def what_holds(file: CostFile, driver: Driver) -> Costs | None:
+    """What of kept costs still holds, by a chunk and a step of each kind. None: nothing, which is told, and why.
 
-    Other work can only add to what is timed: where it is quicker now, the costs were measured, or learnt, beside some.
-    They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. What is slower is learnt,
-    but for what no machine is; work whose cost they do not know is that, too.
+    Other work can only add to what is timed: where something is much quicker now, the costs were measured, or learnt,
+    beside some. They would stay, as a layout that seems slow is not chosen and nothing is learnt of it. Such measured
+    ones are measured anew; of learnt ones, of which real work has taught the rest, only what is quicker is corrected.
+    What is slower is learnt, but for what no machine is; work whose cost they do not know is that, too.
     """
-    found = driver.measure(driver.measuring_plan().first_points())
+    kept, found = file.costs, driver.measure(driver.measuring_plan().first_points())
+    if told := _untenable(kept, found):
+        note(f"measuring anew: {told}")
+        return None
+    ratios = times_as_long(found, kept)
+    least, most = min(ratios, default=1.0), max(ratios, default=1.0)
+    if least < 1 / MOST_OFF:
+        said = f"work takes {least:.2f} times as long as the costs known from before say"
+        learnt = WORST_FIT not in file.facts
+        if not learnt or least < 1 / MOST_BUSY or most < 1 / MOST_OFF:
+            note(f"measuring anew: {said}")
+            return None
+        note(f"{said}: they are corrected where they are too slow")
+    if most > MOST_OFF:
+        note(f"work takes up to {most:.1f} times as long as the costs known from before say: is this machine busy?")
+    return corrected(kept, found, MOST_OFF)
+
+
+def _untenable(kept: Costs, found: Measurement) -> str:
+    """Why the costs are no running group's like this one; empty: they may be."""
     if len(kept.stages) != len(found.costs.stages):
-        workers = f"{len(kept.stages)} worker{'' if len(kept.stages) == 1 else 's'}"
-        note(f"measuring anew: the costs known from before are of {workers}")
-        return False
+        return f"the costs known from before are of {counted(len(kept.stages), 'worker')}"
     known, now = kept.overhead.chunk_seconds, found.costs.overhead.chunk_seconds
     if known > max(MOST_OVERHEAD * now, LEAST_TOLD_OVERHEAD):
         # Prompts would be read in one chunk each, of which nothing is learnt.
-        said = f"the costs known from before say {known * 1e3:.3g} ms beside a chunk"
-        note(f"measuring anew: {said}, now it is {now * 1e3:.3g}")
-        return False
-    ratios = times_as_long(found, kept)
-    least, most = min(ratios, default=1.0), max(ratios, default=1.0)
-    if most > MOST_BUSY:
-        note("measuring anew: the costs known from before are nothing, or far too low, for some work")
-        return False
-    if least < 1 / MOST_OFF:
-        note(f"measuring anew: work takes {least:.2f} times as long as the costs known from before say")
-        return False
-    if most > MOST_OFF:
-        note(f"work takes up to {most:.1f} times as long as the costs known from before say: is this machine busy?")
-    return True
+        return f"the costs known from before say {known * 1e3:.3g} ms beside a chunk, now it is {now * 1e3:.3g}"
+    if max(times_as_long(found, kept), default=1.0) > MOST_BUSY:
+        return "the costs known from before are nothing, or far too low, for some work"
+    return ""
 
 
 def cost_facts(
@@ -187,7 +199,12 @@ def cost_path(facts: Facts) -> Path:
 
 
 def read_kept(path: Path, facts: Facts) -> Costs | None:
-    """What is kept there, None where nothing is that can be used; why not is told."""
+    """The costs that are kept there, None where none are that can be used; why not is told."""
+    file = _read_kept_file(path, facts)
+    return None if file is None else file.costs
+
+
+def _read_kept_file(path: Path, facts: Facts) -> CostFile | None:
     try:
         if not path.exists():
             return None
@@ -201,7 +218,7 @@ def read_kept(path: Path, facts: Facts) -> Costs | None:
     if {name: fact for name, fact in kept.facts.items() if name != WORST_FIT} != facts:
         note(f"measuring anew: {path} was written for another group")
         return None
-    return kept.costs
+    return kept
 
 
 def keep_costs(path: Path, costs: Costs, facts: Facts) -> bool:

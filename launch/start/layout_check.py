@@ -21,6 +21,7 @@ from ...coordinator.policy.policy import Journey, journeys
 from ...proto.errors import RequestFailedError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
+from ...proto.words import counted
 from ..console import note, warn
 
 PROMPT_TOKENS, STEPS = 24, 8  # more rows than steps of a batch have; few, as all logits come to the host
@@ -65,7 +66,7 @@ class LayoutDifference:
     @property
     def told(self) -> str:
         return (
-            f"{self.way}: KL {self.divergence:.2g} in the median of {self.rows} rows; "
+            f"{self.way}: KL {self.divergence:.2g} in the median of {counted(self.rows, 'row')}; "
             f"beyond near-ties {self.parted_rows:.0%} of them and {self.parted_tokens:.0%} of {STEPS} tokens differ"
         )
 

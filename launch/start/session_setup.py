@@ -28,6 +28,7 @@ from ...proto.kv import KvFormat, row_bytes
 from ...proto.model import ModelSpec
 from ...proto.placement.plan import Placement
 from ...proto.reports import Hello, MemoryReported
+from ...proto.words import counted
 from ..console import load_progress, note, warn
 from ..processes.local import local_cluster
 from ..processes.restarts import RestartingGroup, StartGroup
@@ -85,23 +86,25 @@ def open_model(model: str) -> Opened:
     return Opened(files, spec, tokenizer)
 
 
-def wish_context(asked: int | None, prompt: int, answer: int | None, trained: int) -> ContextWish:
+def wish_context(
+    asked: int | None, prompt: int, answer: int | None, trained: int, place: str = "--context"
+) -> ContextWish:
     """The context wanted for a prompt and an answer (None: as long as it gets). Refuses a prompt that does not fit.
 
     What was asked for is taken as it is; the answer ends where the context does. Else the memory may allow less, down
-    to the prompt and a token.
+    to the prompt and a token. `place`: where the asked one stands.
     """
     if asked is not None and asked > trained:
-        warn(f"--context {asked} is longer than the {trained} tokens this model was trained for")
+        warn(f"{place} {asked} is longer than the {counted(trained, 'token')} this model was trained for")
     limit = asked or trained
     if prompt > limit:
-        kind = "--context" if asked else "the length this model was trained for"
+        kind = place if asked else "the length this model was trained for"
         beyond = "" if asked else "; --context N goes beyond it"
-        raise DoesNotFitError(f"the prompt has {prompt} tokens, {kind} is {limit}{beyond}")
+        raise DoesNotFitError(f"the prompt has {counted(prompt, 'token')}, {kind} is {limit}{beyond}")
     room = limit - prompt + 1  # the last token written is never fed: it needs no cell
     if answer is not None and answer > room:
-        held = f"{room} token{'' if room == 1 else 's'} of answer, not {answer}"
-        many = "a token" if prompt == 1 else f"{prompt} tokens"
+        held = f"{counted(room, 'token')} of answer, not {answer}"
+        many = counted(prompt, "token")
         warn(f"behind a prompt of {many} a context of {limit} holds {held}")
     if asked is not None:
         return ContextWish(asked, asked=True)
@@ -144,7 +147,7 @@ def open_session(
         note(_told_devices([hello.device for hello in cluster.hellos]))
         device_kind = "cpu" if devices == ["cpu"] else "cuda"
         if gather is None and device_kind == "cpu" and settings.workers > (cores := len(os.sched_getaffinity(0))):
-            warn(f"{settings.workers} workers share {cores} core{'s' if cores > 1 else ''}: slow, and slow to measure")
+            warn(f"{settings.workers} workers share {counted(cores, 'core')}: slow, and slow to measure")
         settings = replace(settings, link_options=local.options)  # what is measured belongs to these
         if (settled := settle_compute_type(settings, cluster.hellos)) != settings:
             note("compute type: f16, as a card before compute capability 8.0 has no bf16")
@@ -268,7 +271,7 @@ def _tell_fit(fit: Fit) -> None:
 def _told_devices(devices: Sequence[str]) -> str:
     """Which device each rank has; said once where all have the same."""
     if len(set(devices)) == 1:
-        return f"{len(devices)} worker{'s' if len(devices) > 1 else ''} on {devices[0]}"
+        return f"{counted(len(devices), 'worker')} on {devices[0]}"
     return ", ".join(f"rank {rank} on {device}" for rank, device in enumerate(devices))
 
 
@@ -290,7 +293,7 @@ def _tell_loaded(spec: ModelSpec, loaded: LoadResult, context_tokens: int) -> No
     file_gigabytes = sum(file.byte_count for file in spec.files) / 1e9
     note(
         f"{spec.name}: {held:,.0f} MiB of weights in {loaded.compute_type}, "
-        f"{sum(loaded.kv_bytes) / 2**20:,.0f} MiB of KV in {kv} for {context_tokens} tokens of context "
+        f"{sum(loaded.kv_bytes) / 2**20:,.0f} MiB of KV in {kv} for {counted(context_tokens, 'token')} of context "
         f"(trained for {spec.trained_context}), loaded in {loaded.seconds:.1f} s "
         f"({file_gigabytes / max(loaded.seconds, 1e-3):.2g} GB/s of its file)"
     )

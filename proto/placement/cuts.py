@@ -7,6 +7,7 @@ from math import ceil
 from ..errors import InputError, UnsupportedModelError
 from ..model import LayerSpec, ModelSpec, TensorInfo
 from ..ranges import ColumnRange, HeadRange, LayerRange, VocabRange
+from ..words import counted
 from .plan import LayerCut, PartCut, Placement
 from .quant_blocks import block_columns, file_bytes
 from .shares import Grid, Shares, aligned_unit, apportion, boundaries, normalise
@@ -38,7 +39,7 @@ def place(
     if ranks < 1:
         raise InputError(f"at least one worker is needed, not {ranks}")
     if layer_cuts is not None and layer_shares is not None:
-        raise InputError("give --layer-split or --layer-share, not both")
+        raise InputError("--layer-split and --layer-share: give one of them, not both")
     layers = len(spec.layers)
     if layer_cuts is not None:
         ends = (*_checked_cuts(layer_cuts, ranks, layers), layers)
@@ -61,10 +62,11 @@ def place(
 def _checked_cuts(cuts: tuple[int, ...], ranks: int, layers: int) -> tuple[int, ...]:
     shown = ",".join(map(str, cuts))
     if len(cuts) != ranks - 1:
-        raise InputError(f"--layer-split {shown}: {ranks} workers need {ranks - 1} cut points, not {len(cuts)}")
+        wanted = f"{counted(ranks - 1, 'cut point')} for {counted(ranks, 'worker')}"
+        raise InputError(f"--layer-split {shown}: give {wanted}, not {len(cuts)}")
     for cut in cuts:
         if not 0 <= cut <= layers:
-            raise InputError(f"--layer-split {shown}: {cut} is not within the model's 0 to {layers} layers")
+            raise InputError(f"--layer-split {shown}: {cut} is not within the model's 0 to {counted(layers, 'layer')}")
     for before, cut in pairwise(cuts):
         if cut <= before:
             fault = "is given twice" if cut == before else f"comes after {before}"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import isfinite, lcm
 
 from ..errors import InputError
+from ..words import counted
 
 SUM_TOLERANCE = 1e-3  # of shares that are meant to be fractions of one
 MAX_LOOKAHEAD_UNITS = 16  # bounds the work of a tie
@@ -34,9 +35,8 @@ def normalise(values: Sequence[float] | None, ranks: int, kind: str) -> Shares:
         return (Fraction(1, ranks),) * ranks
     shown = ",".join(f"{value:g}" for value in values)
     if len(values) != ranks:
-        given = f"{len(values)} value{'' if len(values) == 1 else 's'}"
-        workers = f"{ranks} worker{'' if ranks == 1 else 's'}"
-        raise InputError(f"--{kind}-share {shown}: {given} for {workers}; give one for each")
+        given = f"{counted(len(values), 'value')} for {counted(ranks, 'worker')}"
+        raise InputError(f"--{kind}-share {shown}: {given}; give one for each")
     for value in values:
         if not isfinite(value) or value < 0:
             raise InputError(f"--{kind}-share {shown}: {value:g} is not a finite number of at least 0")
@@ -44,7 +44,7 @@ def normalise(values: Sequence[float] | None, ranks: int, kind: str) -> Shares:
     if not total:
         raise InputError(f"--{kind}-share {shown}: at least one must be above 0")
     if max(values) <= 1 and total > 1 + SUM_TOLERANCE and any(value not in (0, 1) for value in values):
-        raise InputError(f"--{kind}-share {shown} add up to {total:g}; fractions may add up to 1 at most")
+        raise InputError(f"--{kind}-share {shown}: they add up to {total:g}; fractions may add up to 1 at most")
     # repr is what the user wrote: 0.1 is a tenth, not its nearest binary fraction.
     exact = [Fraction(repr(float(value))) for value in values]
     return tuple(value / sum(exact) for value in exact)

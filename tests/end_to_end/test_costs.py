@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gearshift.coordinator.chunks.plan import Fixed
+from gearshift.coordinator.costs.disturbances import REPEATED
 from gearshift.coordinator.costs.files import costs_from_json, costs_to_json
 from gearshift.coordinator.costs.measuring import times_as_long
 from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
@@ -56,5 +57,6 @@ def test_costs_are_measured_whatever_the_cuts_and_answers_stay_the_same(
     ratios = times_as_long(driver.measure(driver.measuring_plan().first_points()), costs)
     assert len(ratios) == workers + 3 - sum(1 for stage in driver.placement.stages if not len(stage))
     assert driver.costs == costs, "a look at them changes nothing"
-    assert answer() == before
+    for _ in range(REPEATED + 1):  # on a busy machine the first ones are taken to be disturbed
+        assert answer() == before
     assert driver.work_observed > 0

@@ -12,12 +12,15 @@ from gearshift.coordinator.evaluation import measure_perplexity
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.gguf_header import read_header
 from gearshift.coordinator.model.spec import build_spec
+from gearshift.coordinator.tokenizer import build_tokenizer
 from gearshift.launch.start.blame import file_is_blamed
+from gearshift.proto.client import Client
 from gearshift.proto.errors import ModelFileError
 from gearshift.tests.helpers.commands import cost, tokens_file
 from gearshift.tests.helpers.gguf_builder import build_model, key, raw_gguf, string, tensor
 from gearshift.tests.helpers.layouts import assert_as_one_process, assert_layouts_give, one_process, some_ids
 from gearshift.tests.helpers.running_groups import RunningGroups
+from gearshift.tests.helpers.serving import service_of, serving
 
 Refused = Callable[..., str]
 
@@ -79,7 +82,7 @@ def test_f01_a_download_that_lacks_its_last_byte_starts_no_worker(refused: Refus
     path = build_model(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[: read_header(path).data_end - 1])
     line = refused("run", path, "--tokens-file", tokens_file(tmp_path, [1]), "--workers", "2")
-    assert "cut off: 1 bytes are missing" in line
+    assert "cut off: 1 byte missing" in line
 
 
 @pytest.mark.parametrize("tail", ["not padded", "32 zero bytes"])
@@ -167,21 +170,40 @@ def test_f05_mxfp4_in_one_tensor_runs_on_every_rank(groups: RunningGroups, tmp_p
     assert_as_one_process(groups, path, 2)
 
 
-def test_a_scale_that_is_no_number_is_named_once_no_answer_comes_of_it(
-    groups: RunningGroups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is input that cannot be taken, by its exit code too."""
+@pytest.fixture
+def damaged_model(tmp_path: Path) -> Path:
+    """One scale of its keys is infinite."""
     path = build_model(tmp_path / "model.gguf", quant="Q8_0")
     wrong = build_spec(resolve_model(str(path)), 64).tensors["blk.1.attn_k.weight"]
     with open(path, "r+b") as file:
         file.seek(wrong.offset)
         file.write(np.array([np.inf], np.float16).tobytes())
-    driver = groups.load(path, 2)
+    return path
+
+
+def test_a_scale_that_is_no_number_is_named_once_no_answer_comes_of_it(
+    groups: RunningGroups, damaged_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is input that cannot be taken, by its exit code too."""
+    driver = groups.load(damaged_model, 2)
     named = pytest.raises(ModelFileError, match=r"row 0 of tensor 'blk.1.attn_k.weight' \(Q8_0\)")
     with named as caught, file_is_blamed(driver.spec):
         measure_perplexity(driver, some_ids(), 16, None)
     assert caught.value.exit_code == 2
     assert "looking whether" in capsys.readouterr().err
+
+
+def test_a_client_of_a_group_whose_model_is_damaged_is_told_which_tensor(
+    groups: RunningGroups, damaged_model: Path
+) -> None:
+    driver = groups.load(damaged_model, 2)
+    service = service_of(driver, driver.placement, build_tokenizer(resolve_model(str(damaged_model)).metadata))
+    with serving(driver, service, groups.cluster(2)) as running, Client(running.address) as client:
+        for _ in range(2):
+            result = client.generate(ids=some_ids(), max_tokens=4).result()
+            assert result.finish_reason == "error"
+            assert "not numbers" in str(result.facts.error)
+            assert f"{damaged_model}: row 0 of tensor 'blk.1.attn_k.weight' (Q8_0)" in str(result.facts.error)
 
 
 @pytest.mark.parametrize("kv_heads", [2, [2, 2, 2, 2]], ids=["scalar", "array"])

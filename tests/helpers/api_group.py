@@ -6,6 +6,7 @@ from gearshift.coordinator.api.remote import RemoteApi
 from gearshift.coordinator.api.service import Service
 from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
+from gearshift.coordinator.model.file_blame import FileBlame
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
@@ -52,18 +53,18 @@ class ApiGroup:
 
     def __init__(
         self, ranks: int = 2, *, prefill: Layout | None = None, decode: Layout | None = None, slots: int = 400,
-        parallel: int = 8, max_open: int = 8,
+        parallel: int = 8, max_open: int = 8, failing_after: int | None = None, blame: FileBlame | None = None,
     ) -> None:  # fmt: skip
         placement = place(SPEC, ranks)
         settings = DriverSettings(
             context_tokens=CONTEXT, max_chunk_tokens=64, prefill=prefill, decode=decode,
             parallel_requests=parallel, max_open=max_open,
         )  # fmt: skip
-        self.group = FakeGroup(ranks, (slots,) * ranks, vocab=VOCAB, random=Random(3))
+        self.group = FakeGroup(ranks, (slots,) * ranks, vocab=VOCAB, random=Random(3), failing_after=failing_after)
         self.driver = Driver(self.group, SPEC, placement, settings)
         self.driver.load()
         self.service: Service = service_of(self.driver, placement, letters_tokenizer())
-        self.api = RemoteApi(self.driver, self.service)
+        self.api = RemoteApi(self.driver, self.service, blame=blame)
 
     @property
     def at_rest(self) -> bool:

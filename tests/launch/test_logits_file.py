@@ -24,5 +24,5 @@ def test_logits_that_are_no_numbers_are_not_written(value: float) -> None:
     rows[0, 1] = -np.inf  # of an id that can never come
     refuse_non_finite(rows)
     rows[2, 4] = value
-    with pytest.raises(RequestFailedError, match="those of 1 positions, 2 the first"):
+    with pytest.raises(RequestFailedError, match="those of 1 position, 2 the first"):
         refuse_non_finite(rows)

@@ -63,8 +63,8 @@ def test_f23_cut_points_are_the_first_layers_of_the_later_stages() -> None:
         ((12, 12, 36), "12 is given twice"),
         ((12, 24, 49), "49 is not within"),
         ((-1, 24, 36), "-1 is not within"),
-        ((12, 24), "need 3 cut points, not 2"),
-        ((12, 24, 36, 40), "need 3 cut points, not 4"),
+        ((12, 24), "give 3 cut points for 4 workers, not 2"),
+        ((12, 24, 36, 40), "give 3 cut points for 4 workers, not 4"),
     ],
 )
 def test_f23_cut_points_that_cannot_be_are_refused_by_value(cuts: tuple[int, ...], named: str) -> None:

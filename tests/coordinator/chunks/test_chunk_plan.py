@@ -72,7 +72,7 @@ def test_chunk_rules_are_read(text: str, rule: ChunkRule) -> None:
     ],
 )
 def test_nonsense_chunk_rules_are_refused_by_name(text: str) -> None:
-    with pytest.raises(InputError, match="--chunk"):
+    with pytest.raises(InputError, match="chunk takes"):
         parse_chunk_rule(text)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from statistics import fmean
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -151,11 +152,25 @@ COSTS = Costs(
 )
 
 
+TICKS_A_REQUEST = 5
+
+
+def of_request(request: RequestId, tick: RunTick, sequence: int) -> RunTick:
+    """Like `tick`, for a request."""
+    chunks = tuple(one and msgspec.structs.replace(one, request=request) for one in tick.chunk_of_stage)
+    tensor_chunk = tick.tensor_chunk and msgspec.structs.replace(tick.tensor_chunk, request=request)
+    decode = tuple(
+        Batch(one.layout, one.steps, tuple(BatchEntry(request, entry.position) for entry in one.entries))
+        for one in tick.decode
+    )
+    return RunTick(sequence, chunks, tensor_chunk, decode)
+
+
 def run(refined: CostRefinement, ticks: int, tick: RunTick, *seconds: dict[str, float]) -> None:
-    """So many ticks of a kind, each rank reporting these seconds."""
+    """So many ticks of a kind, for some requests one after the other, each rank reporting these seconds."""
     for number in range(ticks):
         sequence = tick.sequence + number
-        refined.tick_sent(RunTick(sequence, tick.chunk_of_stage, tick.tensor_chunk, tick.decode))
+        refined.tick_sent(of_request(RequestId(sequence // TICKS_A_REQUEST), tick, sequence))
         for rank, took in enumerate(seconds):
             all_seconds = {"busy_seconds": 0.0, "waiting_seconds": 0.0, "decode_seconds": 0.0, **took}
             refined.tick_finished(TickFinished(Rank(rank), sequence, **all_seconds))  # type: ignore[arg-type]
@@ -177,9 +192,9 @@ def test_each_stage_learns_of_its_own_chunks() -> None:
 def test_what_ran_for_the_first_time_teaches_nothing() -> None:
     refined = CostRefinement(COSTS)
     slow = {"busy_seconds": 1.0, "decode_seconds": 1.0, "first_runs": 3}
-    run(refined, 5, RunTick(0, (chunk(512, 256), chunk(256, 256))), slow, {"busy_seconds": 0.3})
-    run(refined, 5, RunTick(5, tensor_chunk=chunk(0, 256)), {"busy_seconds": 1.0}, slow)
-    run(refined, 5, RunTick(10, decode=(batch(1, 100, 4),)), slow, {"decode_seconds": 0.9})
+    run(refined, 20, RunTick(0, (chunk(512, 256), chunk(256, 256))), slow, {"busy_seconds": 0.3})
+    run(refined, 20, RunTick(20, tensor_chunk=chunk(0, 256)), {"busy_seconds": 1.0}, slow)
+    run(refined, 20, RunTick(40, decode=(batch(1, 100, 4),)), slow, {"decode_seconds": 0.9})
     assert refined.costs.stages[0] == MEASURED
     assert refined.costs.stages[1] != MEASURED, "the other stage's chunk was one like others"
     assert refined.costs.tensor_prefill == MEASURED
@@ -208,7 +223,7 @@ def test_steps_behind_a_chunk_are_not_counted() -> None:
 def test_reports_of_unknown_ticks_and_layouts_are_left_alone() -> None:
     refined = CostRefinement(Costs(stages=(ChunkCost(0.0, 0.0), MEASURED)))
     refined.tick_finished(TickFinished(Rank(0), 7, 1.0, 0.0, 0.0))
-    run(refined, 5, RunTick(0, (chunk(0, 64), None)), {"busy_seconds": 1.0}, {})
-    run(refined, 5, RunTick(5, tensor_chunk=chunk(0, 64)), {"busy_seconds": 1.0}, {"busy_seconds": 1.0})
-    run(refined, 5, RunTick(10, decode=(batch(1, 64),)), {"decode_seconds": 1.0}, {"decode_seconds": 1.0})
+    run(refined, 20, RunTick(0, (chunk(0, 64), None)), {"busy_seconds": 1.0}, {})
+    run(refined, 20, RunTick(20, tensor_chunk=chunk(0, 64)), {"busy_seconds": 1.0}, {"busy_seconds": 1.0})
+    run(refined, 20, RunTick(40, decode=(batch(1, 64),)), {"decode_seconds": 1.0}, {"decode_seconds": 1.0})
     assert refined.costs == Costs(stages=(ChunkCost(0.0, 0.0), MEASURED))

@@ -11,7 +11,7 @@ from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.reports import TickFinished
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
-ONE, OTHER = RequestId(1), RequestId(2)
+ONE, OTHER, THIRD = RequestId(1), RequestId(2), RequestId(3)
 START = OverheadCost(3e-3, 1e-3, 2e-4, 1e-4)
 COSTS = Costs(
     stages=(ChunkCost(1.0, 0.0), ChunkCost(1.0, 0.0)),
@@ -56,19 +56,22 @@ def read(known: KnownCosts, sequence: int, between: float, request: RequestId = 
     )  # fmt: skip
 
 
-def write(known: KnownCosts, sequence: int, layout: Layout, *took: tuple[float, float]) -> None:
+def write(
+    known: KnownCosts, sequence: int, layout: Layout, *took: tuple[float, float], request: RequestId = ONE
+) -> None:
     """A tick of four steps; by rank: what was between the ticks, and the steps."""
-    batch = Batch(layout, 4, (BatchEntry(ONE, 100 + sequence, ()),))
+    batch = Batch(layout, 4, (BatchEntry(request, 100 + sequence, ()),))
     reports = [report(rank, sequence, 0.0, steps, between) for rank, (between, steps) in enumerate(took)]
     tell(known, RunTick(sequence, decode=(batch,)), *reports)
 
 
 def test_between_two_chunks_of_a_prompt_is_what_a_chunk_takes_beside() -> None:
     known = known_costs()
-    read(known, 0, 9.0)  # it was waiting for work
-    for sequence, between in ((1, 4e-4), (2, 0.5), (3, 3e-4)):  # one of them beside other work
+    for request, between in ((ONE, 4e-4), (OTHER, 0.5), (THIRD, 3e-4)):  # one of them beside other work
         assert now(known).chunk_seconds == START.chunk_seconds
-        read(known, sequence, between)
+        read(known, 4 * request, 9.0, request)  # it was waiting for work
+        for chunk in range(1, 4):
+            read(known, 4 * request + chunk, between, request)
     assert now(known).chunk_seconds == 4e-4
     assert now(known).request_seconds == START.request_seconds
 
@@ -76,9 +79,9 @@ def test_between_two_chunks_of_a_prompt_is_what_a_chunk_takes_beside() -> None:
 def test_a_stall_throughout_a_prompt_is_not_believed_whole() -> None:
     """Else prompts would be read in one chunk each from then on, of which nothing is learnt."""
     known = known_costs()
-    for sequence in range(6):
-        read(known, sequence, 0.5)
-    assert now(known).chunk_seconds <= 4 * 4 * START.chunk_seconds
+    for sequence in range(24):
+        read(known, sequence, 0.5, RequestId(sequence // 6))
+    assert START.chunk_seconds < now(known).chunk_seconds <= 4 * 4 * START.chunk_seconds
 
 
 def test_what_is_before_a_prompt_is_not_beside_its_chunks() -> None:
@@ -92,8 +95,8 @@ def test_what_is_before_a_prompt_is_not_beside_its_chunks() -> None:
 
 def test_moves_beside_chunks_are_the_shifts_own() -> None:
     known = known_costs()
-    for sequence in range(5):
-        read(known, sequence, 1e-4, moving=7e-4)
+    for sequence in range(15):
+        read(known, sequence, 1e-4, RequestId(sequence // 5), moving=7e-4)
     assert known.present is not None
     assert known.present.to_tensor.per_chunk_seconds == 7e-4
     assert known.present.to_layer.per_chunk_seconds == 0.0
@@ -103,9 +106,9 @@ def test_moves_beside_chunks_are_the_shifts_own() -> None:
 @pytest.mark.parametrize("layout", [LAYER, TENSOR])
 def test_a_step_takes_its_share_of_what_is_between_two_ticks_of_steps(layout: Layout) -> None:
     known = known_costs()
-    for sequence in range(6):
+    for sequence in range(9):
         # The second rank comes last: it does not wait for the first, which waits for it in its steps.
-        write(known, sequence, layout, (2e-4, 0.4 + 6e-4), (8e-4, 0.4))
+        write(known, sequence, layout, (2e-4, 0.4 + 6e-4), (8e-4, 0.4), request=RequestId(sequence // 3))
     assert now(known).step_seconds == pytest.approx(8e-4 / 4)
 
 

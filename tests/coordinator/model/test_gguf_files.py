@@ -104,7 +104,7 @@ def test_f01_a_cut_off_later_shard_is_refused_by_file_name(split: Path) -> None:
     last = shard(split, 3)
     end = resolve_model(str(last)).headers[2].data_end
     last.write_bytes(last.read_bytes()[: end - 1])
-    with pytest.raises(ModelFileError, match=r"model-00003-of-00003.gguf: cut off: 1 bytes"):
+    with pytest.raises(ModelFileError, match=r"model-00003-of-00003.gguf: cut off: 1 byte missing"):
         resolve_model(str(shard(split, 1)))
 
 

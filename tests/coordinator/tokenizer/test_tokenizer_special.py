@@ -145,7 +145,7 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_refused_by_name() -> None:
         ("tokens", [1, 2], "not an array of strings"),
         ("tokens", [], "is empty"),
         ("tokens", ["a", "b", "a"], "same text twice: 'a'"),
-        ("token_type", [1], "1 values for 2 tokens"),
+        ("token_type", [1], "1 value for 2 tokens"),
         ("token_type", ["x", "y"], "not an array of numbers"),
         ("scores", 3.0, "not an array of numbers"),
         ("merges", "a b", "not an array of strings"),

@@ -19,6 +19,7 @@ from gearshift.launch.bench.tables import (
     bench_facts,
     bench_table,
     timeline_text,
+    told_texts,
     verdict_line,
 )
 from gearshift.launch.bench.timeline import devices_busy, rank_lines
@@ -83,10 +84,25 @@ def test_a_choice_that_changes_is_judged_round_by_round() -> None:
     assert (verdict.chosen_rounds, verdict.rounds) == (2, 3)
     assert verdict.mean_regret == pytest.approx(0.1)
     assert verdict_line(verdict) == (
-        "auto chose layer->layer in 2 of 3 rounds, others in the rest: on average 10.0% behind the best, layer->layer"
+        "auto chose layer->layer in 2 of 3 rounds, tensor->tensor in 1: on average 10.0% behind the best, layer->layer"
     )
     rows = list(bench_table(Bench("m", 1, 1, ("cpu",), tuple(runs))).columns[0].cells)
     assert rows == ["layer->layer", "tensor->tensor", "auto (several)"]
+
+
+def test_a_choice_that_changes_is_told_in_one_line_with_how_often_each_was_taken() -> None:
+    runs = [timed_run(layout, layout, seconds) for layout, seconds in ((LAYER, 1.0), (TENSOR, 1.3))]
+    took = [(TENSOR, TENSOR), (LAYER, LAYER), (LAYER, TENSOR), (LAYER, LAYER), (LAYER, LAYER)]
+    runs += [timed_run(prefill, decode, 1.0, auto=True, predicted=0.8) for prefill, decode in took]
+    texts = told_texts(Bench("m", 1, 1, ("cpu",), tuple(runs)))
+    (line,) = (text for text in texts if "auto " in text and "fastest run" not in text)
+    assert line.startswith("auto chose layer->layer in 3 of 5 rounds, tensor->tensor in 1, layer->tensor in 1: on ave")
+    assert line.endswith(
+        "behind the best, layer->layer; layer->layer was predicted 0.800 s, measured 1.000 s (+25.0%); "
+        "the policy itself took 1.00 ms"
+    )
+    assert auto_line(runs).startswith("auto: layer->layer in 3 of 5 rounds, tensor->tensor in 1, layer->tensor in 1; ")
+    assert len(told_texts(a_bench())) == 3, "what it chose, the timeline, the verdict"
 
 
 def test_the_best_of_several_medians_forgives_a_busy_moment() -> None:

@@ -10,13 +10,18 @@ import pytest
 from gearshift.coordinator.costs.cost_model import (
     ChunkCost,
     Costs,
+    LayerKindCost,
+    LayerSeconds,
     LinkCost,
     OverheadCost,
     ShiftCost,
     StepCost,
 )
-from gearshift.coordinator.costs.files import write_costs
+from gearshift.coordinator.costs.files import costs_to_json, write_costs
+from gearshift.coordinator.model.files import resolve_model
+from gearshift.coordinator.model.spec import build_spec
 from gearshift.launch.command_line import run_command
+from gearshift.tests.helpers.gguf_builder import build_model
 
 RIGS = Path(__file__).parents[3] / "examples" / "rigs"
 COSTS = Costs(
@@ -253,6 +258,88 @@ def test_costs_of_another_number_of_workers_are_refused_beside_a_model(
 ) -> None:
     assert run_command(["plan", "demo", "--workers", "3", "--costs", str(costs_file), *WORDS]) == 2
     assert "--workers 3: the costs in" in capsys.readouterr().err
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """The one line of a command that is refused."""
+    assert run_command(list(map(str, words))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("gearshift: ")
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained for 512 tokens; 2 layers."""
+    return build_model(tmp_path_factory.mktemp("models") / "small.gguf")
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_a_longer_context_is_told_to_be_beyond_the_training(
+    costs_file: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", small_model, "--workers", "2", "--costs", costs_file, "-n", "5"]
+    assert told(capsys, *words, "-p", "100000") == (
+        "the prompt has 100000 tokens, the length this model was trained for is 512; --context N goes beyond it"
+    )
+    assert told(capsys, *words, "-p", "20", "--context", "10") == "the prompt has 20 tokens, --context is 10"
+    assert run_command(list(map(str, [*words, "-p", "600", "--context", "1000"]))) == 0
+    assert "--context 1000 is longer than the 512 tokens this model was trained for" in capsys.readouterr().err
+
+
+def test_costs_of_another_model_are_refused_beside_a_model(
+    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, name = resolve_model(str(small_model)), build_spec(resolve_model(str(small_model))).name
+    layers = LayerSeconds((LayerKindCost((0, 1, 2), COSTS.stages, COSTS.stages, (1.0, 1.0)),), (0.5, 0.5), (1.0, 1.0))
+    other, own, deeper = (tmp_path / f"{which}.json" for which in ("other", "own", "deeper"))
+    write_costs(other, COSTS, {"files": ["another"], "model": "A large one"})
+    write_costs(own, COSTS, {"files": [file.fingerprint for file in build_spec(files).files]})
+    write_costs(deeper, replace(COSTS, layer_seconds=layers), {})
+    words = ["plan", small_model, "--workers", "2", *WORDS, "--costs"]
+    assert told(capsys, *words, other) == (
+        f"the costs in {other} were measured with another model's files (A large one), not with {name}'s"
+    )
+    assert told(capsys, *words, deeper) == f"the costs in {deeper} are of a model with 3 layers, {name} has 2"
+    assert run_command(list(map(str, [*words, own]))) == 0
+
+
+@pytest.mark.parametrize("section", sorted(costs_to_json(COSTS)))
+def test_costs_without_a_section_are_planned_with_as_far_as_they_go_or_refused_in_one_line(
+    section: str, costs_file: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(costs_file.read_text())
+    del table["costs"][section]
+    costs_file.write_text(json.dumps(table))
+    for model in ([], [small_model, "--workers", "2"]):
+        words = ["plan", *model, "--costs", costs_file, *WORDS]
+        if section == "stages":
+            assert told(capsys, *words) == f"{costs_file}: costs: object missing required field `stages`"
+        else:
+            assert run_command(list(map(str, words))) == 0
+            assert "choice: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("section", ["gearshift_costs", "costs"])
+def test_files_that_hold_no_costs_are_refused_in_one_line(
+    section: str, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(costs_file.read_text())
+    del table[section]
+    costs_file.write_text(json.dumps(table))
+    line = told(capsys, "plan", "--costs", costs_file, *WORDS)
+    assert str(costs_file) in line
+    assert section in line
+
+
+def test_costs_that_are_missing_for_what_was_asked_for_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, replace(COSTS, decode_tensor=None), {})
+    reason = facts_of(capsys, "--costs", path, *WORDS, "--decode", "tensor")["reason"]
+    assert reason.startswith("these costs hold no decode_tensor: no pair of layouts can be predicted")
+    write_costs(path, replace(COSTS, decode_tensor=None, decode_layer=None), {})
+    reason = facts_of(capsys, "--costs", path, *WORDS)["reason"]
+    assert reason.startswith("these costs hold no decode_layer and no decode_tensor: ")
 
 
 def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(

@@ -111,14 +111,60 @@ def test_costs_measured_beside_other_work_are_measured_anew_once_that_has_ended(
     assert third.costs == second.costs
 
 
-def test_costs_learnt_beside_other_work_are_measured_anew_once_that_has_ended() -> None:
-    driver, _, place = started()
-    costs = driver.costs
-    assert costs is not None
+def learnt(times_as_long: float, *, all_work: bool = False) -> tuple[Costs, CostPlace]:
+    """Keeps costs in which steps in the tensor layout (or all work) are so much slower than measured, which is told."""
+    _, _, place = started()
+    costs = place.at_start
     assert costs.decode_tensor is not None
-    (batch, seconds), *more = costs.decode_tensor.seconds_of_batch
-    slow = StepCost(((batch, 1.5 * seconds), *more), costs.decode_tensor.per_cached_token)
-    assert keep_costs(place.path, replace(costs, decode_tensor=slow), place.facts)
+    slow = replace(costs, decode_tensor=slower_step(costs.decode_tensor, times_as_long))
+    if all_work:
+        assert costs.tensor_prefill is not None
+        assert costs.decode_layer is not None
+        slow = replace(
+            slow, stages=tuple(slower_chunk(stage, times_as_long) for stage in costs.stages),
+            tensor_prefill=slower_chunk(costs.tensor_prefill, times_as_long),
+            decode_layer=slower_step(costs.decode_layer, times_as_long),
+        )  # fmt: skip
+    assert keep_costs(place.path, slow, place.facts)
+    return costs, place
+
+
+def slower_chunk(cost: ChunkCost, by: float) -> ChunkCost:
+    return ChunkCost(by * cost.per_chunk, by * cost.per_token, by * cost.per_pair)
+
+
+def slower_step(cost: StepCost, by: float) -> StepCost:
+    return StepCost(
+        tuple((batch, by * seconds) for batch, seconds in cost.seconds_of_batch), by * cost.per_cached_token
+    )
+
+
+def test_costs_learnt_beside_other_work_are_corrected_once_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """All the others, which may have been learnt for long, stay."""
+    costs, place = learnt(1.5)
+    chunks = slower_chunk(costs.stages[1], 1.2)  # learnt, and not disturbed
+    kept = read_kept(place.path, place.facts)
+    assert kept is not None
+    assert keep_costs(place.path, replace(kept, stages=(costs.stages[0], chunks)), place.facts)
+    second, measured, again = started()
+    assert not measured
+    assert not again.measured
+    assert "0.67 times as long" in capsys.readouterr().err
+    assert second.costs is not None
+    assert second.costs.decode_tensor is not None
+    assert costs.decode_tensor is not None
+    for point in ((1, 0), (4, 100), (8, 2000)):
+        assert second.costs.decode_tensor.seconds(*point) == pytest.approx(costs.decode_tensor.seconds(*point))
+    assert second.costs.stages == (costs.stages[0], chunks)
+    assert read_kept(place.path, place.facts) == second.costs
+    assert "0.67" not in capsys.readouterr().err
+    started()
+    assert "corrected" not in capsys.readouterr().err, "they hold from then on"
+
+
+def test_learnt_costs_that_are_too_slow_for_all_work_are_measured_anew() -> None:
+    """Links and sums, of which nothing is learnt, were then measured beside that other work, too."""
+    costs, _ = learnt(1.5, all_work=True)
     second, measured, _ = started()
     assert measured
     assert second.costs == costs
@@ -254,7 +300,7 @@ def test_what_long_work_has_taught_is_kept_and_little_is_not() -> None:
     kept = driver.costs
     request = GenerationRequest((1,) * 60, 1, prefill=Layout.LAYER, decode=Layout.LAYER, chunk_rule=Fixed((4,)))
     list(generate(driver, request))
-    assert 0 < driver.work_observed < ENOUGH_OBSERVATIONS
+    assert driver.work_observed < ENOUGH_OBSERVATIONS
     place.learn(driver)
     assert read_kept(place.path, place.facts) == kept
     while driver.work_observed < ENOUGH_OBSERVATIONS:
