@@ -9,8 +9,8 @@ from ...proto.past_runs import FEWEST_CACHED, FEWEST_ROWS, past_runs
 
 Reals = npt.NDArray[np.float64]
 
-# Tokens left behind the last run go with the chunk by a kernel for any shape. On two H200 that took as long as so many
-# runs (1.4 to 4 ms a stage of 16 layers of an 8B, a run 0.7 to 0.9).
+# Tokens left behind the last run go with the chunk, as one square that is filled up. That took as long as some two to
+# four runs (1.2 to 3 ms for 16 layers of an 8B on an H200, a run 0.7 to 0.9).
 LEFT_OVER = 3
 
 
