@@ -1,8 +1,8 @@
 """Which shapes the library's attention is asked for, where it compiles a kernel for each that it has not met.
 
 cuDNN does (some 60 ms, and memory of the card for as long as the process lives), and every prompt brings lengths of its
-own: so a past is taken in runs of powers of two (proto/past_runs.py), rows are filled up, and what is left goes another
-way. Keys and values lie position after position, so that strides say nothing of the length. Pure.
+own: so a past is taken in runs of powers of two (proto/past_runs.py), and rows are filled up, together with what is
+left. Keys and values lie position after position, so that strides say nothing of the length. Pure.
 """
 
 from collections.abc import Iterator
