@@ -56,6 +56,7 @@ def client(server: Serving) -> Iterator[gearshift.Client]:
 def raw_client(address: str, **options: int) -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
+        dealer.sndtimeo = dealer.rcvtimeo = 30_000  # ms: a server that is gone ends a test
         for name, value in options.items():
             dealer.setsockopt(getattr(zmq, name), value)
         dealer.connect(address)
