@@ -17,7 +17,7 @@ THOROUGH_DESCENTS = 3
 PLAIN_LENGTHS = np.array([512, 1024, 2048, 4096, 8192])
 NEXT_TO_NONE = 1.005  # times as long that plain chunks may take
 FEW_CHUNKS = 10  # of a list from which, and from the next best, lists are looked for where runs count
-MOST_LOOKED_AT = 20_000  # of neighbours' chunks on all stages, before another round where runs count
+MOST_LOOKED_AT = 14_000  # of neighbours' chunks on all stages, before another round where runs count
 MOST_ON_RUNS = 16  # starts whose cuts are moved to where few runs are before them
 MOST_ROUNDS, FEWER_ROUNDS = 8, 4  # of a descent; each looks at all neighbours of a list at once
 
