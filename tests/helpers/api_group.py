@@ -8,6 +8,8 @@ from gearshift.coordinator.driver import Driver
 from gearshift.coordinator.driver_settings import DriverSettings
 from gearshift.coordinator.model.file_blame import FileBlame
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
+from gearshift.proto.channel import ClientPeer
+from gearshift.proto.client_messages import AnyReply
 from gearshift.proto.ids import Layout
 from gearshift.proto.placement.cuts import place
 from gearshift.tests.helpers.fake_group import FakeGroup
@@ -70,3 +72,13 @@ class ApiGroup:
     def at_rest(self) -> bool:
         """No request anywhere, every slot free."""
         return self.driver.queue_counts == (0, 0, 0) and all(free == full for free, full in self.driver.kv_slots)
+
+
+def run(group: ApiGroup) -> list[tuple[ClientPeer, AnyReply]]:
+    """Work until nothing is left; all that clients are told."""
+    told: list[tuple[ClientPeer, AnyReply]] = []
+    for _ in range(2000):
+        told += group.api.heard(group.driver.step(0.01))
+        if group.driver.idle:
+            return told
+    raise AssertionError("it does not end")

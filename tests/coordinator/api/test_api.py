@@ -7,7 +7,6 @@ import pytest
 from gearshift.proto.channel import ClientPeer
 from gearshift.proto.client_messages import (
     Accepted,
-    AnyReply,
     AnyRequest,
     AskPlan,
     AskStatus,
@@ -30,7 +29,7 @@ from gearshift.proto.client_messages import (
 )
 from gearshift.proto.codec import PROTOCOL_VERSION
 from gearshift.proto.ids import Layout, RequestId
-from gearshift.tests.helpers.api_group import CONTEXT, ApiGroup, answer_ids, letters
+from gearshift.tests.helpers.api_group import CONTEXT, ApiGroup, answer_ids, letters, run
 
 ANNA, BEN = ClientPeer(b"anna"), ClientPeer(b"ben")
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
@@ -53,16 +52,6 @@ def refused(group: ApiGroup, request: AnyRequest, kind: RefusalKind) -> str:
 
 def ids_of(finished: Finished) -> list[int]:
     return [token.token for token in finished.result.tokens]
-
-
-def run(group: ApiGroup) -> list[tuple[ClientPeer, AnyReply]]:
-    """Work until nothing is left; all that clients are told."""
-    told: list[tuple[ClientPeer, AnyReply]] = []
-    for _ in range(2000):
-        told += group.api.heard(group.driver.step(0.01))
-        if group.driver.idle:
-            return told
-    raise AssertionError("it does not end")
 
 
 def test_a_greeting_tells_the_model_and_refuses_another_protocol() -> None:

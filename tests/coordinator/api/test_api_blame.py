@@ -5,7 +5,7 @@ from threading import Event
 from gearshift.coordinator.model.file_blame import FileBlame
 from gearshift.proto.channel import ClientPeer
 from gearshift.proto.client_messages import Accepted, AnyReply, Failed, Finished, Generate
-from gearshift.tests.helpers.api_group import ApiGroup, answer_ids
+from gearshift.tests.helpers.api_group import ApiGroup, answer_ids, run
 
 ANNA, BEN = ClientPeer(b"anna"), ClientPeer(b"ben")
 DAMAGED = "model.gguf: row 3 of tensor 'blk.0.attn_q.weight' (Q8_0) holds values that are no numbers"
@@ -37,16 +37,6 @@ def ask(group: ApiGroup, peer: ClientPeer, text: str = "abc", max_tokens: int = 
     return accepted
 
 
-def work(group: ApiGroup) -> list[tuple[ClientPeer, AnyReply]]:
-    """Until the driver is idle."""
-    told: list[tuple[ClientPeer, AnyReply]] = []
-    for _ in range(2000):
-        told += group.api.heard(group.driver.step(0.01))
-        if group.driver.idle:
-            return told
-    raise AssertionError("it does not end")
-
-
 def error_of(told: list[tuple[ClientPeer, AnyReply]], peer: ClientPeer = ANNA) -> str | None:
     [(to, finished)] = told
     assert to == peer
@@ -58,10 +48,10 @@ def test_the_client_is_told_what_is_wrong_with_the_file_and_others_need_not_wait
     look = Look(DAMAGED)
     group = ApiGroup(failing_after=0, blame=look.blame)
     ask(group, ANNA)
-    assert work(group) == [], "it is being looked for"
+    assert run(group) == [], "it is being looked for"
     group.group._failing_after = None
     ask(group, BEN, "hello", 5)
-    [(peer, answered)] = work(group)
+    [(peer, answered)] = run(group)
     assert peer == BEN
     assert isinstance(answered, Finished)
     assert [token.token for token in answered.result.tokens] == answer_ids("hello", 5)
@@ -77,11 +67,11 @@ def test_the_file_is_looked_at_once_however_many_requests_fail() -> None:
     group = ApiGroup(failing_after=0, blame=look.blame)
     for peer in (ANNA, BEN):
         ask(group, peer)
-    assert work(group) == []
+    assert run(group) == []
     look.end()
     assert {peer for peer, _ in group.api.heard([])} == {ANNA, BEN}
     ask(group, ANNA)
-    assert DAMAGED in str(error_of(work(group))), "told at once"
+    assert DAMAGED in str(error_of(run(group))), "told at once"
     assert look.times == 1
 
 
@@ -90,7 +80,7 @@ def test_over_a_sound_file_the_error_is_told_as_it_is() -> None:
     group = ApiGroup(failing_after=0, blame=look.blame)
     ask(group, ANNA)
     look.go_on.set()
-    told = work(group)
+    told = run(group)
     look.end()
     assert error_of(told + group.api.heard([])) == "the logits are not numbers"
 
@@ -100,7 +90,7 @@ def test_a_client_that_leaves_meanwhile_is_forgotten_and_one_of_a_group_that_end
     group = ApiGroup(failing_after=0, blame=look.blame)
     ask(group, ANNA)
     asked = ask(group, BEN)
-    assert work(group) == []
+    assert run(group) == []
     group.api.left(ANNA)
     told = [reply for peer, reply in group.api.end("a worker was lost") if peer == BEN]
     assert isinstance(told[0], Failed)
