@@ -177,7 +177,7 @@ def check_gather(heads: int, width: int) -> dict[str, float]:
     return {"gathered q8_0, bit by bit": float(found.shape != wanted.shape or not bool(same.all()))}
 
 
-def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
+def check_joined_attention(rows: int, cached: int, width: int = 128) -> dict[str, float]:
     """Against one product in f32, beside heads of another part; off a device the library's part in plain torch."""
     from gearshift.worker.kernels.deep_attention import DeepAttention
     from gearshift.worker.kernels.first_runs import FirstRuns
@@ -190,7 +190,7 @@ def check_joined_attention(rows: int, cached: int) -> dict[str, float]:
             assert causal or key.shape[1] & (key.shape[1] - 1) == 0
             return plain_attention(query, key, value, scale, causal)
 
-    heads, group, width = 2, 4, 128
+    heads, group = 2, 4
     queries = randn(rows, 3 * heads * group, width).to(HALF)
     query = queries[:, heads * group : 2 * heads * group]
     keys, values = (randn(cached + rows, heads, width).to(HALF).transpose(0, 1) for _ in range(2))
@@ -238,6 +238,7 @@ def main() -> int:
         if torch.cuda.get_device_capability(DEVICE)[0] >= 9:
             shapes = ((256, 768), (300, 1000), (128, 9000), (100, 600), (257, 0), (7, 300), (512, 0), (512, 512), *few)
             checks += [check_joined_attention(rows, cached) for rows, cached in shapes]
+            checks += [check_joined_attention(300, 1000, width) for width in (64, 256)]
     return 1 if report_worst(checks) else 0
 
 

@@ -3,8 +3,9 @@
 The library's kernel (cuDNN) for an unmasked rectangle is faster than the one for a causal mask at its lower right, from
 which these cards have most to gain (docs/lab_notes.md). So it takes the past in runs of few lengths
 (`past_runs`), and what no run has together with the chunk as one causal square, filled up with rows before and
-behind that are nobody's. All tell the logs of their sums, by which they join. A few rows behind a long past are the
-flash kernel's, which serves any shape as it is but is slower, and whose threads' stacks take 94 MiB of an H200.
+behind that are nobody's. All tell the logs of their sums, by which they join. A few rows behind a long past, and wide
+heads, are the flash kernel's, which serves any shape as it is but is slower, and whose threads' stacks take 94 MiB of
+an H200.
 """
 
 import torch
@@ -17,6 +18,7 @@ from .first_runs import FirstRuns
 from .step_ops import join_attention
 
 CAPABILITY = 9
+WIDEST_HEAD = 128  # columns that every cuDNN takes which torch comes with
 
 
 def serves(device: torch.device) -> bool:
@@ -40,7 +42,7 @@ class DeepAttention:
         """out [T, Q, W] = attention of the T newest of L positions: the same way for the same shape."""
         rows = query_TQW.shape[0]
         runs = past_runs(key_HLW.shape[1] - rows)
-        if runs and rows < FEWEST_ROWS:
+        if query_TQW.shape[2] > WIDEST_HEAD or (runs and rows < FEWEST_ROWS):
             out.copy_(_flash(query_TQW, key_HLW, value_HLW, scale))
             return
         past = runs[-1][1] if runs else 0
@@ -67,8 +69,8 @@ class DeepAttention:
         return attended[positions - rows : positions], sums[:, positions - rows : positions]
 
     def prepare(self, query_TQW: Tensor, key_HLW: Tensor, value_HLW: Tensor, causal: bool, scale: float) -> bool:
-        """Have cuDNN meet a shape, given by tensors of any values, before it is waited for; False: it has."""
-        if self._key(query_TQW, key_HLW, causal) in self._met:
+        """Have cuDNN meet a shape, given by tensors of any values, before it is waited for; False: it need not."""
+        if query_TQW.shape[2] > WIDEST_HEAD or self._key(query_TQW, key_HLW, causal) in self._met:
             return False
         self._compiled(query_TQW, key_HLW, value_HLW, causal, scale)
         return True
