@@ -4,11 +4,12 @@ A request that has begun keeps its plan; only later ones are planned with what w
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations
 from math import log
 from statistics import fmean, median
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,12 @@ from ...proto.commands import Batch, Chunk, RunTick
 from ...proto.ids import Layout, Rank
 from ...proto.reports import TickFinished
 from .cost_model import ChunkCost, Costs, StepCost, chunk_row
-from .disturbances import Disturbances
+from .disturbances import Counting, Disturbances
 from .overhead_refinement import OverheadRefinement
 from .shift_refinement import ShiftRefinement
 
 Array = npt.NDArray[np.float64]
+Work = TypeVar("Work", Chunk, Batch)
 
 FORGETTING = 0.92  # what an observation counts once another has come: after three dozen it is a twentieth
 PRIOR_WEIGHT = 0.03  # of each point measured at start, beside observations of weight 1
@@ -136,10 +138,7 @@ class ChunkFit:
         known = self.fit.seconds(self._row(chunk.start, len(chunk.tokens)))
         depth = _size_class(chunk.start + len(chunk.tokens))
         counting = self._disturbances.see(chunk.request, depth, (chunk, seconds), seconds, known)
-        if counting.changed:
-            self.fit.fade(AFTER_CHANGE)
-        for counted in counting.observations:
-            self.observe(*counted)
+        _learn(self.fit, counting, self.observe)
 
     def _row(self, cached: int, tokens: int) -> list[float]:
         return chunk_row(cached, tokens, self._past_in_runs)
@@ -170,10 +169,7 @@ class StepFit:
         known = batch.steps * self.fit.seconds(self._row(requests, depth))
         kind = _size_class(requests), _size_class(int(depth))
         counting = self._disturbances.see(batch.entries[0].request, kind, (batch, seconds), seconds, known)
-        if counting.changed:
-            self.fit.fade(AFTER_CHANGE)
-        for counted in counting.observations:
-            self.observe(*counted)
+        _learn(self.fit, counting, self.observe)
 
     def _row(self, batch: int, cached: float) -> list[float]:
         """How much each coefficient counts: of the batches the two next to it, linearly; beyond the last too."""
@@ -296,3 +292,11 @@ def _depth(batch: Batch) -> float:
 def _size_class(count: int) -> int:
     """Alike for counts within a factor of four: attention's share of their work is alike."""
     return (count.bit_length() + 1) // 2
+
+
+def _learn(fit: FadingFit, counting: Counting[tuple[Work, float]], observe: Callable[[Work, float], None]) -> None:
+    """What counts of what was heard."""
+    if counting.changed:
+        fit.fade(AFTER_CHANGE)
+    for work, seconds in counting.observations:
+        observe(work, seconds)

@@ -1,10 +1,12 @@
 """Whether a model's file is to blame for logits that are no numbers: looked for once, beside other work."""
 
+import time
 from collections.abc import Callable
 from threading import Thread
 
 from ...proto.model import ModelSpec
 
+LOOK_SECONDS = 120.0  # that clients wait; a large file, or storage that does not answer, takes longer
 NOT_NUMBERS = "not numbers"  # as whoever chooses or scores by logits says it
 
 
@@ -26,21 +28,25 @@ def find_blame(spec: ModelSpec) -> str | None:
 class FileBlame:
     """`find` is called once, in a thread of its own, however many requests fail; what it found holds for all."""
 
-    def __init__(self, find: Callable[[], str | None]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[], str | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._find, self._clock = find, clock
         self._thread: Thread | None = None
+        self._begun = 0.0
         self._found: str | None = None
 
     def begin(self) -> None:
         """Look, unless that was begun before."""
         if self._thread is None:
+            self._begun = self._clock()
             self._thread = Thread(target=self._look, name="file-blame", daemon=True)
             self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """All was looked at."""
-        return self._thread is not None and not self._thread.is_alive()
+        """All was looked at, or clients have waited long enough."""
+        if self._thread is None:
+            return False
+        return not self._thread.is_alive() or self._clock() - self._begun > LOOK_SECONDS
 
     def told(self, error: str) -> str:
         """The error, and what was found by now."""

@@ -58,15 +58,13 @@ def calibrate(
     from ...coordinator.costs.residuals import WORST_FIT, told_fit, worst_fit
     from ..bench.calibration import calibration_facts, calibration_tables
     from ..start.cost_cache import cost_facts, cost_path, is_better_kept, keep_costs
-    from ..start.session_setup import open_model, open_session, wish_context
+    from ..start.session_setup import chosen_context, open_model, open_session
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     target = None if out is None else _checked_target(out)
     opened = open_model(model)
     chosen = current_settings({"context": context})
-    wish = wish_context(
-        chosen.whole_number_or_none("context"), 1, None, opened.spec.trained_context, chosen.place("context")
-    )
+    wish = chosen_context(chosen, 1, None, opened.spec.trained_context)
     with open_session(opened, settings, layout_settings(), wish, measure=False) as session:
         driver, started = session.driver, monotonic()
         found = driver.measure_costs(driver.measuring_plan(thorough=True), lambda part: note(f"timing {part}"))

@@ -109,9 +109,9 @@ def chat(
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure)
     with agent_ahead(settings.workers, settings.threads, settings.device) as ahead:
         from ..start.session_setup import (  # late: while the agent imports torch
+            chosen_context,
             open_model,
             open_session,
-            wish_context,
         )
 
         again = allowed_restarts(restarts, USUAL_RESTARTS)
@@ -126,10 +126,7 @@ def chat(
         with open_format(opened, template) as chat_format:
             first_tokens = len(chat_format.prompt(first, options=options).ids) if first else 0
             asked = current_settings({"context": context})
-            context_wish = wish_context(
-                asked.whole_number_or_none("context"), first_tokens, max_tokens, opened.spec.trained_context,
-                asked.place("context"),
-            )  # fmt: skip
+            context_wish = chosen_context(asked, first_tokens, max_tokens, opened.spec.trained_context)
             with open_session(
                 opened, settings, layouts, context_wish, trace_path=trace, restarts=again, ahead=ahead
             ) as session:

@@ -112,7 +112,7 @@ def coordinator(
     from ...proto.channel import ClientListener
     from ...proto.keys import read_keys
     from ..processes.external import external_cluster
-    from ..start.session_setup import open_model, wish_context
+    from ..start.session_setup import chosen_context, open_model
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments), measure=measure, max_token_gap=max_token_gap)
     again = allowed_restarts(restarts, USUAL_RESTARTS)
@@ -122,9 +122,7 @@ def coordinator(
     keys = None if key_file is None else read_keys(Path(key_file))
     opened = open_model(model)
     chosen = current_settings({"context": context})
-    context_wish = wish_context(
-        chosen.whole_number_or_none("context"), 1, None, opened.spec.trained_context, chosen.place("context")
-    )
+    context_wish = chosen_context(chosen, 1, None, opened.spec.trained_context)
     # Before any worker is started: a port in use is the commonest mistake.
     with ClientListener.bind(listen, keys) as listener:
         gather = partial(

@@ -70,7 +70,7 @@ def logits(
     arguments = locals()
     from ...coordinator.evaluation import collect_logits
     from ..inputs import read_token_list
-    from ..start.session_setup import open_model, open_session, wish_context
+    from ..start.session_setup import chosen_context, open_model, open_session
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
@@ -83,9 +83,7 @@ def logits(
             f"--prompt-length {prompt_length} is more than the {counted(len(tokens), 'token')} of {tokens_file}"
         )
     chosen = current_settings({"context": context})
-    context_wish = wish_context(
-        chosen.whole_number_or_none("context"), len(tokens), 0, opened.spec.trained_context, chosen.place("context")
-    )
+    context_wish = chosen_context(chosen, len(tokens), 0, opened.spec.trained_context)
     with open_session(opened, settings, layouts, context_wish, trace_path=trace) as session:
         rows, result = collect_logits(
             session.driver,

@@ -119,7 +119,7 @@ def run(
         from ...coordinator.generation import GenerationRequest
         from ...coordinator.tokenizer.text_stream import TextStream, parse_stops
         from ...proto.sampling import validate
-        from ..start.session_setup import open_model, open_session, wish_context
+        from ..start.session_setup import chosen_context, open_model, open_session
 
         again = allowed_restarts(restarts, usual=0)  # a script sees a loss at once
         layouts = layout_settings(prefill, decode, chunk)
@@ -143,10 +143,7 @@ def run(
         else:
             tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
         chosen = current_settings({"context": context, "verify_shift": verify_shift})
-        context_wish = wish_context(
-            chosen.whole_number_or_none("context"), len(tokens), max_tokens, opened.spec.trained_context,
-            chosen.place("context"),
-        )  # fmt: skip
+        context_wish = chosen_context(chosen, len(tokens), max_tokens, opened.spec.trained_context)
         request = GenerationRequest(
             prompt=tokens,
             max_tokens=max_tokens,

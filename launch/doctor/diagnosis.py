@@ -163,12 +163,16 @@ def _staged(probe: ProbeReport) -> Check:
     name = "staged copies"
     if probe.staged_fault:
         return Check(name, Verdict.NOTE, f"not to be had: {probe.staged_fault}", "without peer access NCCL moves all")
-    two = {device.index for device in probe.devices[:MEASURED_RANKS]}
-    reach = all(peer.claimed and peer.equal for peer in probe.peers if {peer.source, peer.target} == two)
     used = "used where they are faster than NCCL"
-    if not reach:
+    if not cards_reach(probe.devices[:MEASURED_RANKS], probe.peers):
         used = f"two workers have these alone, without NCCL ({NCCL_VARIABLE}=on: both)"
     return Check(name, Verdict.OK, f"streams wait for words in host memory; {used}")
+
+
+def cards_reach(devices: Sequence[ProbedDevice], peers: Sequence[PeerTest]) -> bool:
+    """Whether each of these reaches into the memory of each other: copies that arrive changed switch that off."""
+    taken = {device.index for device in devices}
+    return all(peer.claimed and peer.equal for peer in peers if {peer.source, peer.target} <= taken)
 
 
 def _pairs(peers: Sequence[PeerTest]) -> str:

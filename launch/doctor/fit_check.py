@@ -15,7 +15,7 @@ from ...proto.words import counted
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..start.fitting import GroupPlan, fit_type, memory_wish, names_no_shares
 from .card_process import card_process_bytes, nccl_case, told_card_process
-from .diagnosis import Check, Verdict
+from .diagnosis import Check, Verdict, cards_reach
 
 NAME = "model"
 # What a worker's process takes before it loads anything. CPU: Python and torch, as measured with a tiny model.
@@ -59,12 +59,6 @@ def fit_check(
         return replace(check, found="; ".join((check.found, *assumed)))
     host = DeviceMemory("host", "this host", free_memory_bytes, 0, coming_bytes=CPU_PROCESS_BYTES)
     return _check_cpu(plan, [host] * settings.workers, wish)
-
-
-def cards_reach(devices: Sequence[ProbedDevice], peers: Sequence[PeerTest]) -> bool:
-    """Whether each of these reaches into the memory of each other: copies that arrive changed switch that off."""
-    taken = {device.index for device in devices}
-    return all(peer.claimed and peer.equal for peer in peers if {peer.source, peer.target} <= taken)
 
 
 def _card(device: ProbedDevice, displays: Collection[str], workers: int, without_nccl: bool) -> DeviceMemory:

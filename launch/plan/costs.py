@@ -28,7 +28,7 @@ from ..settings.user_folders import costs_folder
 from ..start.cost_cache import placement_digest, speed_variables
 from ..start.fitting import GroupPlan, names_no_shares
 from ..start.models import open_files
-from ..start.session_setup import check_kv_format, open_model, open_session, wish_context
+from ..start.session_setup import check_kv_format, chosen_context, open_model, open_session
 from .fit import CPU, PlannedMemory, plan_memory
 from .timed_points import timed_chunks, wanted_chunks
 
@@ -77,8 +77,7 @@ def costs_of_model(
     `tokens`: of the prompt and the answer. `chosen`: the context is taken from it.
     """
     files = open_files(model)
-    asked, named = chosen.whole_number_or_none("context"), chosen.place("context")
-    wish = wish_context(asked, *tokens, build_spec(files).trained_context, named)
+    wish = chosen_context(chosen, *tokens, build_spec(files).trained_context)
     plan = GroupPlan(build_spec(files, wish.tokens), settings, layouts, shares_open=names_no_shares(settings))
     check_kv_format(plan.spec, settings.kv_format)
     if costs_file is not None:

@@ -34,6 +34,7 @@ from ..processes.local import local_cluster
 from ..processes.restarts import RestartingGroup, StartGroup
 from ..processes.waiting_agent import AgentAhead
 from ..settings.options import GroupSettings, LayoutSettings
+from ..settings.settings import Settings
 from ..trace_file import trace_file
 from .blame import file_is_blamed
 from .cost_cache import settle_costs
@@ -110,6 +111,11 @@ def wish_context(
         return ContextWish(asked, asked=True)
     usual = min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
     return ContextWish(usual, asked=False, needed=min(usual, max(prompt + 1, LEAST_CONTEXT_TOKENS)))
+
+
+def chosen_context(chosen: Settings, prompt: int, answer: int | None, trained: int) -> ContextWish:
+    """As `wish_context`, by the setting."""
+    return wish_context(chosen.whole_number_or_none("context"), prompt, answer, trained, chosen.place("context"))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ...proto.kv import BLOCK_TOKENS, block_count
 from ...proto.model import ModelSpec, RopeKind, RopeSpec
 from ..kernels import quant_matrix, step_ops
 from ..kernels.attention import attend, attend_by_library, head_runs
-from ..kernels.deep_attention import DeepAttention, serves
+from ..kernels.deep_attention import WIDEST_HEAD, DeepAttention, serves
 from ..kernels.half import gain_of, result_type
 from ..kernels.quant_matrix import FEW_ROWS, EmbeddingTable, QuantMatrix, Workspace, as_quantised
 from ..kernels.step_ops import Angles, KvPlace, RopeFacts
@@ -74,7 +74,8 @@ class DeviceDecoder(Decoder):
 
     @property
     def past_in_runs(self) -> bool:
-        return self._deep is not None
+        widths = (layer.key_width for layer in self._spec.layers)
+        return self._deep is not None and any(width <= WIDEST_HEAD for width in widths)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from threading import Event
 
-from gearshift.coordinator.model.file_blame import FileBlame
+from gearshift.coordinator.model.file_blame import LOOK_SECONDS, FileBlame
 from gearshift.proto.channel import ClientPeer
 from gearshift.proto.client_messages import Accepted, AnyReply, Failed, Finished, Generate
 from gearshift.tests.helpers.api_group import ApiGroup, answer_ids, run
@@ -83,6 +83,21 @@ def test_over_a_sound_file_the_error_is_told_as_it_is() -> None:
     told = run(group)
     look.end()
     assert error_of(told + group.api.heard([])) == "the logits are not numbers"
+
+
+def test_a_file_that_takes_too_long_to_look_at_keeps_no_client_waiting() -> None:
+    look, now = Look(DAMAGED), [7.0]
+    look.blame = FileBlame(look, lambda: now[0])
+    group = ApiGroup(failing_after=0, blame=look.blame)
+    ask(group, ANNA)
+    assert run(group) == [], "looking begins"
+    now[0] += LOOK_SECONDS
+    assert group.api.heard([]) == [], "not yet"
+    now[0] += 0.1
+    assert error_of(group.api.heard([])) == "the logits are not numbers"
+    look.end()
+    ask(group, BEN)
+    assert DAMAGED in str(error_of(run(group), BEN)), "what was found in the end holds for others"
 
 
 def test_a_client_that_leaves_meanwhile_is_forgotten_and_one_of_a_group_that_ends_is_told_that() -> None:

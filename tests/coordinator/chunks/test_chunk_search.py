@@ -119,7 +119,7 @@ cost_with_runs = st.builds(
     ChunkCost, st.floats(0.5, 20), st.floats(1e-3, 3e-2), st.floats(0, 1e-6), st.floats(0.05, 3)
 )
 work_with_runs = {
-    "tokens": st.integers(1, 18 * RUN_GRID),  # up to 16 grid steps every list is tried, beyond not
+    "tokens": st.integers(1, 18 * RUN_GRID),  # up to 18 grid steps, where runs count, every list is tried
     "cached": st.sampled_from([0, 512, 700, 2816, 7252]),
     "decode_seconds": st.sampled_from([0.0, 2.0, 30.0]),
 }
