@@ -1,10 +1,11 @@
 """Every GPU kernel against its plain twin on fresh random data, and against the memory's bandwidth. One CUDA device.
 
 python -m gearshift.benchmarks.kernels [--only multiply,attend] [--batches 1,4,16] [--tiles]
-A line of JSON a kernel and shape: µs a launch, GB/s of the bytes that it must move, their share of what a copy on this
-device moves, the worst error over its limit (right below 1), by name. Weights and caches are rotated out of the cache,
-and many launches are captured in one graph, so that neither the cache nor the host's launching flatters or spoils a
-figure; small kernels are bound by what an empty one takes (`empty_us`). `--tiles` tries every tile of the products.
+A line of JSON a kernel and shape: µs a launch, GB/s of the bytes that it must move, their share of what this device
+moves (a copy read and written, or a sum read: whichever is more), the worst error over its limit (right below 1), by
+name. Weights and caches are rotated out of the cache, and many launches are captured in one graph, so that neither the
+cache nor the host's launching flatters or spoils a figure; small kernels are bound by what an empty one takes
+(`empty_us`). `--tiles` tries every tile of the products.
 With TRITON_INTERPRET=1 and no GPU kernels are checked on tiny shapes, and nothing is timed.
 """
 
@@ -28,7 +29,7 @@ MATRICES = [
     (4096, 7168, "Q6_K"), (64128, 4096, "Q6_K"), (3072, 5120, "Q5_K"), (5120, 2560, "Q5_K"), (27648, 5120, "Q5_K"),
     (5120, 13824, "Q5_K"), (5120, 13824, "Q6_K"),
 ]  # fmt: skip
-BATCH_TILES = [(1, 8, 2), (1, 16, 1), (1, 8, 3), (1, 4, 4), (2, 8, 1), (2, 4, 2)]
+BATCH_TILES = [(4, 4), (4, 5), (4, 6), (8, 2), (8, 3), (2, 8), (16, 1)]
 TILES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)]
 GROUPS = (8, 16, 32, 64, 128, 256)  # of 64 columns at a time
 LAUNCHES = 64  # a graph
@@ -39,8 +40,13 @@ COPIED_BYTES = 1 << 30
 class Limits:
     """Of this device."""
 
-    bytes_a_second: float
+    copied: float  # bytes a second, read and written
+    read: float
     empty_us: float
+
+    @property
+    def bytes_a_second(self) -> float:
+        return max(self.copied, self.read)
 
 
 def graph_microseconds(launches: list[Launch], before: Launch | None = None) -> float:
@@ -72,10 +78,17 @@ def device_limits() -> Limits:
     def copy() -> None:
         target.copy_(source)
 
+    def read() -> None:
+        source.view(torch.float32).sum()
+
     def touch() -> None:
         small.add_(1.0)
 
-    return Limits(2 * COPIED_BYTES / graph_microseconds([copy] * 4) * 1e6, graph_microseconds([touch]))
+    return Limits(
+        2 * COPIED_BYTES / graph_microseconds([copy] * 4) * 1e6,
+        COPIED_BYTES / graph_microseconds([read] * 4) * 1e6,
+        graph_microseconds([touch]),
+    )
 
 
 def tell(line: dict[str, object]) -> None:
@@ -132,8 +145,8 @@ def main() -> int:
     begun, bad, left_out = time.monotonic(), 0, 0
     limits = device_limits() if TIMED else None
     if limits:
-        tell({"device": torch.cuda.get_device_name(), "copied_GB/s": round(limits.bytes_a_second / 1e9),
-              "empty_us": round(limits.empty_us, 2)})  # fmt: skip
+        tell({"device": torch.cuda.get_device_name(), "copied_GB/s": round(limits.copied / 1e9),
+              "read_GB/s": round(limits.read / 1e9), "empty_us": round(limits.empty_us, 2)})  # fmt: skip
     wanted = [word for word in options.only.split(",") if word]
     for make in all_cases(Sizes.here(), list(options.batches)):
         if time.monotonic() - begun > options.seconds:

@@ -26,6 +26,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "cuCtxSetLimit": (_FLAGS, _SIZE),
     "cuModuleLoadData": (_HANDLE_OUT, ctypes.c_char_p),
     "cuModuleGetFunction": (_HANDLE_OUT, _POINTER, ctypes.c_char_p),
+    "cuFuncSetAttribute": (_POINTER, _FLAGS, ctypes.c_int),
     # Function, blocks, threads, shared bytes, stream, arguments' addresses, none.
     "cuLaunchKernel": (_POINTER, *(_WORD,) * 6, _FLAGS, _POINTER, _HANDLE_OUT, _POINTER),
     "cuStreamCreateWithPriority": (_HANDLE_OUT, _FLAGS, ctypes.c_int),

@@ -28,6 +28,7 @@ INSTRUCTIONS = (
     "half_bits", "add_halves", "mma32", "mma16", "mma_halves", "mma_piece", "mma_halves_piece", "stream_two",
     "stream_part", "stream_half",
 )  # fmt: skip
+COPIES = ("shared_memory", "copy_piece", "copy_word", "await_copies")
 ENTRY = """
 static const void* tensors[10];
 static int numbers[8];
@@ -66,25 +67,25 @@ TOGETHER_PIECE = """,
     (const unsigned*)tensors[{t} + 3], numbers[{n}], numbers[{n} + 1], numbers[{n} + 2]"""
 RANKS, RANK, FIRST = 3, 1, 2  # partial sums of the second of three, as columns from the third on
 TOGETHER = (  # (type, rows, blocks) of pieces in one launch, columns, batch, tile
-    ((("Q6_K", 40, 2), ("Q4_K", 50, 3)), 1024, 16, (1, 3, 2)),
-    ((("Q8_0", 17, 1), ("Q6_K", 33, 3), ("Q5_K", 70, 2)), 512, 3, (2, 2, 1)),
-    ((("Q5_1", 20, 2), ("Q4_0", 37, 1)), 448, 9, (1, 8, 2)),
+    ((("Q6_K", 40, 2), ("Q4_K", 50, 3)), 1024, 16, (3, 2)),
+    ((("Q8_0", 17, 1), ("Q6_K", 33, 3), ("Q5_K", 70, 2)), 512, 3, (2, 1)),
+    ((("Q5_1", 20, 2), ("Q4_0", 37, 1)), 448, 9, (8, 2)),
 )
 # rows, columns, batch, tile, blocks: rows and spans that do not come out even, tiles in turn, several blocks
-SHAPES = [(50, 1024, 16, (1, 3, 2), 2), (40, 512, 9, (2, 2, 1), 1), (17, 256, 2, (1, 8, 2), 4)]
-RAGGED_SHAPES = [(37, 448, 3, (1, 8, 2), 2), (20, 576, 16, (1, 2, 1), 1)]  # columns end within a span
+SHAPES = [(50, 1024, 16, (3, 2), 2), (40, 512, 9, (2, 1), 1), (17, 256, 2, (8, 2), 4)]
+RAGGED_SHAPES = [(37, 448, 3, (8, 2), 2), (20, 576, 16, (2, 1), 1)]  # columns end within a span
 
 
 def compiled(
     text: str, folder: str, card: int, entry: str = ENTRY, header: Path = HEADER,
-    instructions: Sequence[str] = INSTRUCTIONS,
+    instructions: Sequence[str] = INSTRUCTIONS + COPIES,
 ) -> ctypes.CDLL:  # fmt: skip
     """For a card of that capability, times 100. Of what is written twice the first is an instruction.
 
     `instructions`: functions of the text for which the host has its own, in `header`.
     """
     for name in instructions:
-        function = re.compile(rf"__device__ __forceinline__ \w+ {name}\(.*?\n}}\n", flags=re.DOTALL)
+        function = re.compile(rf"__device__ __forceinline__ \w+\*? {name}\(.*?\n}}\n", flags=re.DOTALL)
         text, found = function.subn("", text, count=1)
         assert found == 1, name
     with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=folder, delete=False) as file:
@@ -95,7 +96,7 @@ def compiled(
 
 
 def product(
-    library: ctypes.CDLL, planes: Planes, x: QuantizedRows, tile: tuple[int, int, int], blocks: int
+    library: ctypes.CDLL, planes: Planes, x: QuantizedRows, tile: tuple[int, int], blocks: int
 ) -> torch.Tensor:
     out = torch.full((x.rows, planes.rows + 3), float("nan"))
     inboxes = torch.zeros(RANKS, 2, RANKS, MOST_ROWS, planes.rows + 5, 2, dtype=torch.int32)  # value and number
@@ -103,9 +104,9 @@ def product(
     sequence = torch.arange(40, 40 + MOST_ROWS, dtype=torch.int32)
     tensors = [planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.spans, x.halves, out]
     tensors += [addresses, sequence]
-    threads = 32 * batch_source.warps_of(planes.columns, tile[1])
+    threads = 32 * batch_source.warps_of(planes.columns, tile[0])
     library.launch(
-        min(blocks, -(-planes.rows // (16 * tile[0]))), threads,
+        min(blocks, -(-planes.rows // batch_source.TILE_ROWS)), threads,
         (ctypes.c_void_p * 10)(*[tensor.data_ptr() for tensor in tensors]),
         (ctypes.c_long * 10)(*[tensor.nbytes for tensor in tensors]),
         (ctypes.c_int * 8)(
@@ -124,7 +125,7 @@ def product(
 
 
 def check(
-    name: str, rows: int, columns: int, batch: int, tile: tuple[int, int, int], blocks: int, folder: str, card: int
+    name: str, rows: int, columns: int, batch: int, tile: tuple[int, int], blocks: int, folder: str, card: int
 ) -> float:
     form, whole = FORMATS[name], columns % SPAN == 0
     library = compiled(batch_source.source(form, tile, -(-batch // 8), whole), folder, card)
@@ -136,7 +137,7 @@ def check(
 
 
 def check_together(
-    pieces: Sequence[tuple[str, int, int]], columns: int, batch: int, tile: tuple[int, int, int], folder: str, card: int
+    pieces: Sequence[tuple[str, int, int]], columns: int, batch: int, tile: tuple[int, int], folder: str, card: int
 ) -> bool:
     """Whether a launch of pieces together gives what launches apart give, bit by bit."""
     whole, eights = columns % SPAN == 0, -(-batch // 8)
@@ -159,7 +160,7 @@ def check_together(
         tensors += [planes.codes, planes.high, planes.scales, planes.supers]
         numbers += [end, rows, blocks]
     library.launch(
-        sum(blocks for _, _, blocks in pieces), 32 * batch_source.warps_of(columns, tile[1]),
+        sum(blocks for _, _, blocks in pieces), 32 * batch_source.warps_of(columns, tile[0]),
         (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]),
         (ctypes.c_long * len(tensors))(*[tensor.nbytes for tensor in tensors]),
         (ctypes.c_int * len(numbers))(*numbers),

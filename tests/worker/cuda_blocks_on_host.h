@@ -1,15 +1,11 @@
 // What the kernels over GGUF's own blocks need beside cuda_on_host.h.
 #include "cuda_on_host.h"
 
-#define __align__(bytes) __attribute__((aligned(bytes)))
 using std::max;
 
-struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-static void __syncwarp() { hand_over(READY); }
 static int __popc(unsigned word) { return __builtin_popcount(word); }
 
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {

@@ -14,18 +14,23 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __syncthreads() hand_over(WAITS)
+#define __syncwarp() hand_over(READY)
 
 using std::min;
 
 struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
 enum State { READY, WAITS, DONE };
-struct Fiber { ucontext_t context; std::vector<char> stack; State state; };
+struct Copy { void* to; const void* from; int size, bytes; };  // what lies beyond `bytes` becomes zeros
+struct Fiber { ucontext_t context; std::vector<char> stack; State state; std::vector<Copy> copies; };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static unsigned current, shown[1024][10];  // what each lane shows the others of its warp
@@ -92,11 +97,30 @@ static unsigned add_halves(unsigned a, unsigned b) {
   return top << 16 | bits_of_half(half_bits(a & 0xFFFF) + half_bits(b & 0xFFFF));
 }
 
-static unsigned __shfl_sync(unsigned, unsigned word, int source, int width) {
-  unsigned result;
-  together({word}, [&](int lane, unsigned (*of)[10]) { result = of[(lane & ~(width - 1)) + source][0]; });
-  return result;
+// Copies that go on beside all else are made when they are waited for, as late as they may be: until then nothing sound
+// can be read there.
+alignas(16) static char shared_bytes_of_block[99 << 10];
+static uint4* shared_memory() { return (uint4*)shared_bytes_of_block; }
+
+#if __CUDA_ARCH__ >= 800
+static void copy_later(void* to, const void* from, int size, int bytes) {
+  if ((size_t)to % size) fail("unaligned");
+  if ((char*)to < shared_bytes_of_block || (char*)to + size > shared_bytes_of_block + sizeof(shared_bytes_of_block))
+    fail("beyond shared memory");
+  if (bytes) touch(from, bytes);
+  memset(to, 0x7F, size);
+  fibers[current].copies.push_back({to, from, size, bytes});
 }
+static void copy_piece(void* to, const void* from, int bytes) { copy_later(to, from, 16, bytes); }
+static void copy_word(void* to, const void* from, int bytes) { copy_later(to, from, 4, bytes); }
+static void await_copies() {
+  for (const Copy& copy : fibers[current].copies) {
+    memset(copy.to, 0, copy.size);
+    memcpy(copy.to, copy.from, copy.bytes);
+  }
+  fibers[current].copies.clear();
+}
+#endif
 
 // Place of an operand: words hold `packed` neighbours, a row of eight four lanes, what lies beyond the next word.
 struct Place { int lane, word, part; };

@@ -18,6 +18,8 @@ from gearshift.tests.worker.test_quant_planes import random_rows
 from gearshift.worker.kernels import quant_matrix, quant_ops
 from gearshift.worker.kernels.batch_kernels import usual_batch_tile
 from gearshift.worker.kernels.block_types import blocks_from_gguf, expanded_blocks
+from gearshift.worker.kernels.grouping import order_of_types
+from gearshift.worker.kernels.multiprocessors import multiprocessors
 from gearshift.worker.kernels.quant_planes import FORMATS, Planes, dequantize, from_gguf
 
 LIMITS = {
@@ -87,7 +89,10 @@ def check_together(types: Sequence[str], rows: Sequence[int], columns: int, batc
     ]
     x, total = quant_ops.quantize(torch.randn(batch, columns, device=DEVICE)), sum(piece.rows for piece in pieces)
     row_tile = quant_ops.usual_tile(total, columns // 64)
-    tile = row_tile if batch <= quant_ops.MOST_SINGLE else usual_batch_tile(total)
+    tile = row_tile if batch <= quant_ops.MOST_SINGLE else None
+    if batch > quant_ops.MOST_SINGLE and not quant_ops.EMULATED:
+        forms = tuple(sorted((piece.format for piece in pieces), key=order_of_types))
+        tile = usual_batch_tile(forms, -(-batch // 8), total, columns, multiprocessors(x.codes.device.index))
     found = torch.full((batch, total + 3), float("nan"), device=DEVICE)
     wanted = found.clone()
     quant_ops.multiply_together(pieces, x, found[:, :total])

@@ -16,6 +16,7 @@ from gearshift.worker.kernels import cuda_source
 from gearshift.worker.kernels.batch_kernels import Images, compile_ahead, variants_of
 from gearshift.worker.kernels.cuda_source import CompileError, CudaKernel
 from gearshift.worker.kernels.kept_images import KeptImages, image_key
+from gearshift.worker.kernels.multiprocessors import Multiprocessors
 
 
 class Counting:
@@ -149,7 +150,7 @@ def test_who_asks_does_not_wait_behind_what_others_want(tmp_path: Path) -> None:
 def test_the_kernels_of_a_model_are_named_once_those_for_few_requests_first() -> None:
     q_k_v = (("Q4_K", 2560, 4096), ("Q6_K", 512, 4096))
     single = [("Q4_K", 4096, 2048), ("Q4_K", 2560, 4096), ("Q4_K", 14336, 4096), ("Q8_0", 512, 64)]
-    variants = variants_of([q_k_v, q_k_v[::-1], *((piece,) for piece in single)])
+    variants = variants_of([q_k_v, q_k_v[::-1], *((piece,) for piece in single)], Multiprocessors(132, 228 << 10))
     assert len(variants) == len(set(variants)) == 8
     assert [variant.rows_of_eight for variant in variants] == [1] * 4 + [2] * 4
     assert [variant.whole for variant in variants[:4]] == [True, True, True, False]

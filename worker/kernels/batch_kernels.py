@@ -18,12 +18,18 @@ from .cuda_source import Compiler, CudaKernel
 from .grouped_source import grouped_source
 from .grouping import order_of_types
 from .kept_images import KeptImages, image_key
+from .multiprocessors import Multiprocessors, multiprocessors
 from .quant_planes import FORMATS, PlaneFormat
 
 NAME = "multiply_batch"
 KEPT_KIND = "kernels"
 MOST_THREADS = 4  # that compile ahead, of a rank
 EIGHTS = tuple(range(1, MOST_ROWS // 8 + 1))  # rows of activations, in eights
+
+Tile = tuple[int, int]
+"""Most warps of a block, blocks of a multiprocessor."""
+
+TILES: tuple[Tile, ...] = ((4, 4), (8, 2))  # of those that end alike the first was faster on an H200
 
 Launch = tuple[tuple[str, int, int], ...]
 """(type, rows, columns) of what is multiplied at once."""
@@ -34,7 +40,7 @@ class BatchVariant:
     """One kernel; see `batch_source.source`, and `grouped_source` for several types."""
 
     forms: tuple[PlaneFormat, ...]
-    tile: tuple[int, ...]
+    tile: Tile
     rows_of_eight: int
     whole: bool
 
@@ -44,24 +50,49 @@ class BatchVariant:
             return batch_source.source(self.forms[0], self.tile, self.rows_of_eight, self.whole)
         return grouped_source(self.forms, self.tile, self.rows_of_eight, self.whole)
 
+    @property
+    def shared_bytes(self) -> int:
+        return batch_source.shared_bytes(self.forms, self.tile, self.rows_of_eight)
 
-def usual_batch_tile(rows: int) -> tuple[int, int, int]:
-    """Many rows: (16 rows of the matrix at a time so many times, most warps a block, blocks a multiprocessor)."""
-    if rows >= 8192:  # measured on an H200, as are the others
-        return 1, 4, 4
-    return (1, 8, 2) if rows >= 2048 else (1, 16, 1)
+    def blocks_at_once(self, columns: int, card: Multiprocessors) -> int:
+        """How many of so many columns a card has room for."""
+        most_warps, blocks = self.tile
+        by_warps = most_warps * blocks // batch_source.warps_of(columns, most_warps)
+        return min(by_warps, card.blocks_by_memory(self.shared_bytes)) * card.count
 
 
-def variants_of(launches: Iterable[Launch]) -> tuple[BatchVariant, ...]:
+@cache
+def usual_batch_tile(
+    forms: tuple[PlaneFormat, ...], rows_of_eight: int, rows: int, columns: int, card: Multiprocessors
+) -> Tile:
+    """The tile with which the busiest warp goes through the fewest spans."""
+    spans, tiles = -(-columns // SPAN), -(-rows // batch_source.TILE_ROWS)
+
+    def most_spans(tile: Tile) -> int:
+        turns = -(-tiles // variant(tile).blocks_at_once(columns, card))
+        return turns * -(-spans // batch_source.warps_of(columns, tile[0]))
+
+    def variant(tile: Tile) -> BatchVariant:
+        return BatchVariant(forms, tile, rows_of_eight, columns % SPAN == 0)
+
+    return min((tile for tile in TILES if card.blocks_by_memory(variant(tile).shared_bytes)), key=most_spans)
+
+
+def variants_of(launches: Iterable[Launch], card: Multiprocessors) -> tuple[BatchVariant, ...]:
     """All that these take, each once; those for few requests first."""
     shapes = dict.fromkeys(
         (
             tuple(sorted((FORMATS[kind] for kind, _, _ in pieces), key=order_of_types)),
-            usual_batch_tile(sum(rows for _, rows, _ in pieces)), pieces[0][2] % SPAN == 0,
+            sum(rows for _, rows, _ in pieces), pieces[0][2],
         )
         for pieces in launches
     )  # fmt: skip
-    return tuple(BatchVariant(forms, tile, eight, whole) for eight in EIGHTS for forms, tile, whole in shapes)
+    variants = (
+        BatchVariant(forms, usual_batch_tile(forms, eight, rows, columns, card), eight, columns % SPAN == 0)
+        for eight in EIGHTS
+        for forms, rows, columns in shapes
+    )
+    return tuple(dict.fromkeys(variants))
 
 
 class MakesImages(Protocol):
@@ -127,9 +158,12 @@ def compile_ahead(
     launches: Iterable[Launch], rank: int, ranks: int, device: torch.device, more: Sequence[str] = ()
 ) -> None:
     """Begin to compile all that these will take, and `more`, while their matrices are being loaded."""
-    sources = [*(variant.source for variant in variants_of(launches)), *more]
-    if not sources:
+    launches = tuple(launches)
+    if not launches and not more:
         return  # nor is there any need of the compiler
+    index = torch.cuda.current_device() if device.index is None else device.index
+    variants = variants_of(launches, multiprocessors(index)) if launches else ()
+    sources = [*(variant.source for variant in variants), *more]
     threads = min(MOST_THREADS, torch.get_num_threads())
     images_for(torch.cuda.get_device_capability(device)).make_ahead(sources, len(sources) * rank // ranks, threads)
 
@@ -137,20 +171,13 @@ def compile_ahead(
 @cache
 def batch_kernel(variant: BatchVariant, device: int) -> CudaKernel:
     """Loaded on the current device, which `device` is the number of."""
-    return load_kernel(variant.source, NAME, device)
+    return load_kernel(variant.source, NAME, device, variant.shared_bytes)
 
 
-def load_kernel(source: str, name: str, device: int) -> CudaKernel:
+def load_kernel(source: str, name: str, device: int, shared_bytes: int = 0) -> CudaKernel:
     """Likewise; raises CompileError."""
     images = images_for(torch.cuda.get_device_capability(device))
     try:
-        return CudaKernel(images.image(source), name)
+        return CudaKernel(images.image(source), name, shared_bytes)
     except RuntimeError:  # what was kept does not suit this driver
-        return CudaKernel(images.remake(source), name)
-
-
-@cache
-def multiprocessors(device: int) -> int:
-    """Of a card."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+        return CudaKernel(images.remake(source), name, shared_bytes)

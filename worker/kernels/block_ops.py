@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import block_source
-from .batch_kernels import load_kernel, multiprocessors
+from .batch_kernels import load_kernel
 from .block_source import Kernel
 from .block_types import BLOCK_FORMATS, BlockFormat, Blocks, expanded_blocks
 from .cuda_source import Argument, CudaKernel
+from .multiprocessors import multiprocessors
 
 if TYPE_CHECKING:
     from .quant_ops import QuantizedRows, Sent
@@ -67,7 +68,7 @@ def _multiply_row(blocks: Blocks, x: "QuantizedRows", out: Tensor, sent: "Sent |
     sharing = sharing_warps(blocks.rows, units)
     needed = -(-blocks.rows * sharing // (block_source.ROWS_TOGETHER * block_source.ROW_WARPS))
     block_kernel(blocks.format, Kernel.ROW, device)(
-        min(needed, block_source.ROW_BLOCKS * multiprocessors(device)), 32 * block_source.ROW_WARPS,
+        min(needed, block_source.ROW_BLOCKS * multiprocessors(device).count), 32 * block_source.ROW_WARPS,
         (
             blocks.data, blocks.data.shape[1], x.codes, x.scales, x.sums_16, out, blocks.rows, units, sharing,
             *_telling(sent, x.codes),
@@ -78,7 +79,7 @@ def _multiply_row(blocks: Blocks, x: "QuantizedRows", out: Tensor, sent: "Sent |
 def _multiply_batch(blocks: Blocks, x: "QuantizedRows", out: Tensor, sent: "Sent | None") -> None:
     device = out.device.index
     warps = block_source.batch_warps(blocks.columns)
-    at_once = block_source.BATCH_BLOCKS * block_source.BATCH_WARPS // warps * multiprocessors(device)
+    at_once = block_source.BATCH_BLOCKS * block_source.BATCH_WARPS // warps * multiprocessors(device).count
     block_kernel(blocks.format, Kernel.BATCH_8 if x.rows <= 8 else Kernel.BATCH_16, device)(
         min(-(-blocks.rows // block_source.TILE_ROWS), at_once), 32 * warps,
         (
@@ -108,7 +109,7 @@ def expand_blocks(blocks: Blocks, out: Tensor, factor: float = 1.0, ids: Tensor 
     device, units, size = out.device.index, blocks.columns // 32, out.element_size()
     threads = 32 * block_source.EXPAND_WARPS
     block_kernel(blocks.format, EXPANSIONS[out.dtype], device)(
-        min(-(-rows * units // threads), block_source.EXPAND_BLOCKS * multiprocessors(device)), threads,
+        min(-(-rows * units // threads), block_source.EXPAND_BLOCKS * multiprocessors(device).count), threads,
         (
             blocks.data, blocks.data.shape[1], out if ids is None else ids,
             0 if ids is None else ids.element_size() // 4, out, out.stride(0), rows, units, float(factor),

@@ -18,6 +18,9 @@ from ..cuda_driver import cuda_driver
 
 Argument = Tensor | int | float
 
+SHARED_UNASKED = 48 << 10  # bytes of shared memory that a block may have without being asked for
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
+
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -28,21 +31,28 @@ class CompileError(RuntimeError):
 class CudaKernel:
     """A kernel of a loaded image, for one device. Arguments are tensors, by their address, and numbers of 32 bits."""
 
-    def __init__(self, image: bytes, name: str) -> None:
-        """For the current device, which this thread has used. RuntimeError where the driver does not take the image."""
+    def __init__(self, image: bytes, name: str, shared_bytes: int = 0) -> None:
+        """For the current device, which this thread has used. RuntimeError where the driver does not take the image.
+
+        `shared_bytes`: of a block, beside what the source declares.
+        """
         driver = cuda_driver()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check, self._launch = driver.check, driver.function("cuLaunchKernel")
         load, find = driver.function("cuModuleLoadData"), driver.function("cuModuleGetFunction")
         self._check("cuModuleLoadData", load(ctypes.byref(module), image))
         self._check("cuModuleGetFunction", find(ctypes.byref(self._function), module, name.encode()))
+        self._shared_bytes = shared_bytes
+        if shared_bytes > SHARED_UNASKED:
+            allow = driver.function("cuFuncSetAttribute")
+            self._check("cuFuncSetAttribute", allow(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
         """On the current stream; so many blocks of so many threads."""
         values = [_value(one) for one in arguments]
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        if code := self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None):
+        if code := self._launch(self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, places, None):
             self._check("cuLaunchKernel", code)
 
 

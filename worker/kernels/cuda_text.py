@@ -87,6 +87,41 @@ __device__ __forceinline__ unsigned stream_half(const void* from) {
 
 """
 
+COPIES = r"""
+// Copies into shared memory that go on beside all else.
+__device__ __forceinline__ uint4* shared_memory() {
+  extern __shared__ uint4 words[];
+  return words;
+}
+
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void copy_piece(void* to, const void* from, int bytes) {  // 16, or 0 for zeros
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_word(void* to, const void* from, int bytes) {  // 4, or 0 for zeros
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void await_copies() {  // this thread's
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+#else  // Turing has no such copies
+__device__ __forceinline__ void copy_piece(void* to, const void* from, int bytes) {
+  *(uint4*)to = bytes ? __ldg((const uint4*)from) : make_uint4(0, 0, 0, 0);
+}
+
+__device__ __forceinline__ void copy_word(void* to, const void* from, int bytes) {
+  *(unsigned*)to = bytes ? __ldg((const unsigned*)from) : 0;
+}
+
+__device__ __forceinline__ void await_copies() {}
+#endif
+
+"""
+
 DELIVER = r"""
 // A sum, and where it is partial to the other ranks at once, value and number in one word.
 __device__ __forceinline__ void deliver(float sum, float* out, int out_stride, int n, int b,

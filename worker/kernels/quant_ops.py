@@ -15,11 +15,13 @@ from torch import Tensor
 
 from ...proto.device_sizes import EXACT_BYTES, MOST_ROWS, SPAN
 from . import batch_source, block_ops
-from .batch_kernels import BatchVariant, batch_kernel, multiprocessors, usual_batch_tile
+from .batch_kernels import BatchVariant, batch_kernel, usual_batch_tile
+from .batch_source import TILE_ROWS
 from .block_types import Blocks
 from .exchange import Exchange
 from .grouped_triton import multiply_pieces
 from .grouping import MOST_TOGETHER, blocks_of_pieces, order_of_types
+from .multiprocessors import multiprocessors
 from .quant_planes import Piece, Planes, ScaleKind, dequantize
 from .quant_triton import expand_rows, gather_dense_rows, multiply_floats, multiply_rows, quantize_rows
 
@@ -121,7 +123,7 @@ def multiply(
         assert sent is None, "only devices send"
         out.copy_(x.expanded(torch.float32) @ dequantize(planes).T)
     else:
-        _multiply_batch(planes, x, out, tile or usual_batch_tile(planes.rows), sent)
+        _multiply_batch(planes, x, out, tile, sent)
 
 
 def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) -> None:
@@ -145,21 +147,19 @@ def multiply_together(pieces: Sequence[Piece], x: QuantizedRows, out: Tensor) ->
         for piece, top in placed:
             multiply(piece, x, out[:, top : top + piece.rows])
     else:
-        _multiply_batch_together(placed, x, out, usual_batch_tile(rows))
+        _multiply_batch_together(placed, x, out)
 
 
 def _multiply_batch(
-    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...], sent: Sent | None
+    planes: Planes, x: QuantizedRows, out: Tensor, tile: tuple[int, ...] | None, sent: Sent | None
 ) -> None:
     device, columns = out.device.index, planes.columns
-    tiles, most_warps, blocks = tile
-    warps = batch_source.warps_of(columns, most_warps)
-    at_once = max(1, most_warps * blocks // warps) * multiprocessors(device)
-    kernel = batch_kernel(BatchVariant((planes.format,), tile, -(-x.rows // 8), columns % SPAN == 0), device)
+    variant = _batch_variant((planes,), x.rows, device, tile)
     stand_in = x.codes  # nobody is told
     exchange = sent.exchange if sent else None
-    kernel(
-        min(triton.cdiv(planes.rows, 16 * tiles), at_once), 32 * warps,
+    batch_kernel(variant, device)(
+        min(triton.cdiv(planes.rows, TILE_ROWS), variant.blocks_at_once(columns, multiprocessors(device))),
+        32 * batch_source.warps_of(columns, variant.tile[0]),
         (
             planes.codes, planes.high, planes.scales, planes.supers, x.codes, x.spans, x.halves, out, out.stride(0),
             planes.rows, x.rows, columns // 64,
@@ -168,6 +168,18 @@ def _multiply_batch(
             exchange.rank if exchange else 0,
         ),
     )  # fmt: skip
+
+
+def _batch_variant(
+    pieces: Sequence[Planes], batch: int, device: int, tile: tuple[int, ...] | None = None
+) -> BatchVariant:
+    """The kernel for so many rows of activations and these pieces below one another."""
+    forms, eights, columns = tuple(piece.format for piece in pieces), -(-batch // 8), pieces[0].columns
+    if tile is None:
+        rows = sum(piece.rows for piece in pieces)
+        tile = usual_batch_tile(forms, eights, rows, columns, multiprocessors(device))
+    warps, blocks = tile
+    return BatchVariant(forms, (warps, blocks), eights, columns % SPAN == 0)
 
 
 def _multiply_row(
@@ -202,24 +214,19 @@ def _multiply_row_together(
     )  # fmt: skip
 
 
-def _multiply_batch_together(
-    placed: Sequence[tuple[Planes, int]], x: QuantizedRows, out: Tensor, tile: tuple[int, ...]
-) -> None:
+def _multiply_batch_together(placed: Sequence[tuple[Planes, int]], x: QuantizedRows, out: Tensor) -> None:
     device, columns = out.device.index, placed[0][0].columns
-    tiles, most_warps, blocks = tile
-    warps = batch_source.warps_of(columns, most_warps)
-    at_once = max(1, most_warps * blocks // warps) * multiprocessors(device)
-    forms = tuple(piece.format for piece, _ in placed)
-    kernel = batch_kernel(BatchVariant(forms, tile, -(-x.rows // 8), columns % SPAN == 0), device)
+    variant = _batch_variant([piece for piece, _ in placed], x.rows, device)
     shares = blocks_of_pieces(
-        tuple(triton.cdiv(piece.rows, 16 * tiles) for piece, _ in placed),
-        tuple(form.bits_a_column for form in forms), at_once,
-    )  # fmt: skip
+        tuple(triton.cdiv(piece.rows, TILE_ROWS) for piece, _ in placed),
+        tuple(form.bits_a_column for form in variant.forms),
+        variant.blocks_at_once(columns, multiprocessors(device)),
+    )
     arguments: list[Tensor | int] = []
     for (piece, top), share in zip(placed, shares, strict=True):
         arguments += [piece.codes, piece.high, piece.scales, piece.supers, top, piece.rows, share]
-    kernel(
-        sum(shares), 32 * warps,
+    batch_kernel(variant, device)(
+        sum(shares), 32 * batch_source.warps_of(columns, variant.tile[0]),
         (x.codes, x.spans, x.halves, out, out.stride(0), x.rows, columns // 64, *arguments),
     )  # fmt: skip
 
