@@ -22,7 +22,7 @@ from .faults import FaultHooks
 from .kv import KvStore
 from .links.open import Links
 from .loaded_model import LoadedModel
-from .memory import MemoryLedger, return_unused, usable_bytes
+from .memory import MemoryLedger, forget_peak, return_unused, usable_bytes
 from .model.decoder import Decoder
 from .model.slowed_decoder import SlowedDecoder
 from .model.steps import Embed, StageSteps, Steps
@@ -47,6 +47,7 @@ def load_model(
 ) -> LoadedModel:
     """Map the files, read this rank's parts, make the KV arena; reports progress and `ModelLoaded`."""
     started = time.monotonic()
+    forget_peak(device)
     spec, placement = command.spec, command.placement
     compute_type = _compute_type(command, rank, links, device)
     holding = memory.holding_on(device.type, compute_type)

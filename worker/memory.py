@@ -75,6 +75,12 @@ def device_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
+def forget_peak(device: torch.device) -> None:
+    """What torch's allocator had of a card for an earlier model says nothing of the next."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def least_free_bytes(device: torch.device) -> int:
     """What was free when torch's allocator had most of it, which it gives back before a capture; 0 on the CPU."""
     if device.type != "cuda":

@@ -23,7 +23,7 @@ from .kv import Bundle, KvStore, SlotRun
 from .links.kv_moves import KvMoves, MoveHandle
 from .parcels import Parcels, Place, Verdicts
 from .requests import RequestState, ShiftInProgress
-from .streams import new_stream
+from .streams import StreamUse, new_stream
 
 Piece = tuple[int, int]  # (number, of how many)
 WHOLE: Piece = (0, 1)
@@ -33,7 +33,7 @@ class Lane:
     """Where moves run: beside the work on CUDA, on a stream of their own; on the CPU, in turn with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = new_stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = new_stream(device, StreamUse.MOVES) if device.type == "cuda" else None
 
     @property
     def is_beside(self) -> bool:

@@ -6,6 +6,7 @@ some ten.
 
 import ctypes
 from collections.abc import Callable
+from enum import Enum
 from functools import cache, partial
 from typing import Generic, TypeVar
 
@@ -14,14 +15,30 @@ import torch
 from .cuda_driver import CudaDriver, cuda_driver
 
 BESIDE_THE_DEFAULT = 1  # CU_STREAM_NON_BLOCKING: as torch makes its own
-MOST_STREAMS = 32  # of a priority: then they go round, as torch's do
+MOST_STREAMS = 32  # of a use: then they go round, as torch's do
 
 Stream = TypeVar("Stream")
 
 
-def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Of the current device. `priority`: -1 goes before 0. Raises RuntimeError where the driver refuses."""
-    return _pool(device, priority).next()
+class StreamUse(Enum):
+    """What goes by a stream, and its priority: -1 goes before 0. Streams go round among those of one use.
+
+    A link's stream may wait for another rank, and moves must never stand behind that: every model that is loaded has
+    streams of its own for them, a link for as long as the process.
+    """
+
+    COMPUTING = ("computing", 0)
+    LINK = ("link", -1)
+    MOVES = ("moves", -1)
+
+    @property
+    def priority(self) -> int:
+        return self.value[1]
+
+
+def new_stream(device: torch.device, use: StreamUse) -> torch.cuda.Stream:
+    """Raises RuntimeError where the driver refuses."""
+    return _pool(device, use).next()
 
 
 class StreamPool(Generic[Stream]):
@@ -50,9 +67,10 @@ def stream_handle(driver: CudaDriver, priority: int) -> int:
 
 
 @cache
-def _pool(device: torch.device, priority: int) -> StreamPool[torch.cuda.Stream]:
-    return StreamPool(partial(_made, device, priority))
+def _pool(device: torch.device, use: StreamUse) -> StreamPool[torch.cuda.Stream]:
+    return StreamPool(partial(_made, device, use.priority))
 
 
 def _made(device: torch.device, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(stream_handle(cuda_driver(), priority), device=device)
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(stream_handle(cuda_driver(), priority), device=device)

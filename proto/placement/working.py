@@ -20,6 +20,7 @@ from ..device_sizes import (
 from ..ids import KvType, Layout
 from ..kv import BLOCK_TOKENS, block_count, most_moved_blocks
 from ..model import LayerSpec, ModelSpec
+from ..past_runs import FEWEST_CACHED
 from .bundles import bundle_bytes
 from .device_rows import BLOCKS
 from .plan import PartCut, Placement
@@ -104,13 +105,17 @@ def _gpu_chunk_bytes(
     attention = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]
-        seen = _seen_positions(facts, rows, case)
+        seen, heads = _seen_positions(facts, rows, case), sum(len(part.query) for part in parts)
         for part in parts:  # one at a time
             gathered = seen * len(part.kv) * (facts.key_width + facts.value_width) * 2
             on_the_way = seen * len(part.kv) * max(facts.key_width, facts.value_width) * 2
-            # Past, chunk, queries filled up to a bucket, and the logs of their sums.
-            results = rows * len(part.query) * (3 * 2 * facts.value_width + 4 * 4)
-            attention = max(attention, gathered + on_the_way + results)
+            # A square of the chunk and what no run of its past has: queries in the strides of all parts' heads, keys,
+            # values and its result, with logs. Then a run's: queries filled up to a bucket, and another result.
+            square = chunk_bucket(rows + FEWEST_CACHED - 1)
+            newest = square * (heads + len(part.query) + 2 * len(part.kv)) * 2 * facts.value_width
+            joined = (square + 2 * chunk_bucket(rows)) * len(part.query) * 2 * facts.value_width
+            logs = 2 * square * len(part.query) * 4
+            attention = max(attention, gathered + on_the_way + max(newest, joined) + logs)
     return 2 * 4 * rows * spec.hidden + attention
 
 

@@ -118,3 +118,17 @@ def test_a_sliding_window_bounds_what_attention_gathers() -> None:
 
 def test_the_sampler_has_everybodys_logits() -> None:
     assert of(CASE, rank=1).decode - of(CASE, rank=0).decode == 3 * 4 * SPEC.vocab
+
+
+def test_what_attention_takes_of_a_chunk_is_a_square_in_the_strides_of_all_heads() -> None:
+    """Of an 8B's two parts on one rank, side by side in a chunk's scratch, attended one after the other."""
+    large = model_spec([layer_spec(32, 8, 14336, key_width=128)] * 2, hidden=4096, vocab=1000, types="Q4_K")
+    layers = replace(CASE, journeys=((Layout.LAYER, Layout.LAYER),), context_tokens=8192, max_chunk_tokens=2048)
+    square = 2560  # 2,048 rows, and up to 511 positions that no run of the past has
+    query, keys_and_values, result = 32 * square, 2 * 4 * square, 16 * square
+    logs = 2 * 4 * 16 * square
+    through = 2 * 4 * 2048 * 4096
+    gathered = 3 * 8192 * 4 * 128 * 2  # keys, values, and one of them on its way
+    own_logits = 2 * 4 * 500
+    wanted = through + gathered + 2 * 128 * (query + keys_and_values + result) + logs + own_logits
+    assert working(large, place(large, 2), 0, layers).prefill == wanted

@@ -17,11 +17,17 @@ def compiled_rows(rows: int) -> int:
 
 
 def usual_shapes(bucket: int, context_tokens: int) -> Iterator[tuple[int, int]]:
-    """(rows, past keys) that chunks of a bucket ask for; no past: they look at themselves."""
+    """(rows, past keys) that chunks of a bucket ask for; no past: a square of rows that look at themselves.
+
+    A square is the chunk, or it and what no run of its past has.
+    """
     if bucket < FEWEST_ROWS:
         return
     yield bucket, 0
     past = FEWEST_CACHED
+    if past < context_tokens:
+        for size in sorted({compiled_rows(bucket + left) for left in range(FEWEST_CACHED)} - {bucket}):
+            yield size, 0
     while past < context_tokens:
         yield bucket, past
         past *= 2

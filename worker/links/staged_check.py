@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..devices import QUEUES_VARIABLE
-from ..streams import new_stream
+from ..streams import StreamUse, new_stream
 from .driver_words import Driver, DriverWords
 from .errors import CollectiveTimeoutError
 from .host_memory import PAGE_BYTES, HostWords, Mapped, Pair
@@ -65,8 +65,7 @@ def usable_driver(device: torch.device) -> DriverWords:
         driver = DriverWords()
     except (OSError, AttributeError) as error:
         raise NotStagedError(f"the driver has no calls for words in memory: {error}") from error
-    memory = CheckMemory(driver)
-    stream = new_stream(device)
+    stream, memory = new_stream(device, StreamUse.LINK), CheckMemory(driver)
     check_words(driver.queue(stream.cuda_stream), memory, lambda: passes(stream.record_event(), PROOF_SECONDS))
     memory.close()
     return driver
@@ -115,7 +114,7 @@ class StreamChooser:
         self._memory.close()
 
     def _new(self) -> torch.cuda.Stream:
-        return new_stream(self._device, priority=-1)
+        return new_stream(self._device, StreamUse.LINK)
 
     def _next(self, sends: bool) -> torch.cuda.Stream:
         while self._tried < TRIED_STREAMS:

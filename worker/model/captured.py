@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ..kernels.first_runs import FirstRuns
-from ..streams import new_stream
+from ..streams import StreamUse, new_stream
 from .steps import Work
 
 Key = TypeVar("Key", bound=Hashable)
@@ -69,7 +69,7 @@ class CaptureStream:
         """
         if self._stream is None:
             device = torch.device("cuda", torch.cuda.current_device())
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), new_stream(device)
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), new_stream(device, StreamUse.COMPUTING)
             word, self._keeper = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
 
             def touch() -> None:

@@ -22,7 +22,7 @@ from ..kernels.exchange import Exchange
 from ..kernels.quant_matrix import as_quantised
 from ..kernels.quant_planes import QUANTISED, Planes
 from ..requests import RequestState
-from ..streams import new_stream
+from ..streams import StreamUse, new_stream
 from ..weights.layer import PartWeights
 from .captured import CapturePlace, Graphs, captured, place_on
 from .device_decoder import DeviceDecoder, table_blocks
@@ -125,7 +125,8 @@ class LayerSteps:
         # Some pieces go to the library, which takes a workspace of its own for every stream.
         apart = side_by_side and self._capturing is not None and _without_library(decoder, self._layers)
         others = placement.ranks - 1 if apart else 0
-        self._branches = Branches(tuple(new_stream(decoder.device) for _ in range(others)))
+        streams = (new_stream(decoder.device, StreamUse.COMPUTING) for _ in range(others))
+        self._branches = Branches(tuple(streams))
 
     @property
     def chooses(self) -> bool:
