@@ -7,7 +7,7 @@ from math import exp, isnan, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InputError, RequestFailedError
+from ..proto.errors import LOGITS_ARE_NO_NUMBERS, InputError, RequestFailedError
 from ..proto.generation_result import FinishReason, GenerationResult
 from ..proto.ids import Layout
 from ..proto.words import counted
@@ -119,7 +119,7 @@ def measure_perplexity(
                     on_window(done, count, exp(sum(losses) / len(losses)))
     if any(map(isnan, losses)):
         room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
-        raise RequestFailedError(f"the logits are not numbers to score by{room}")
+        raise RequestFailedError(f"{LOGITS_ARE_NO_NUMBERS} to score by{room}")
     expected = count * (window_tokens - window_tokens // 2 - 1)
     if len(losses) != expected:
         raise RequestFailedError(f"{len(losses)} of {expected} scores came back")

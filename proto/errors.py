@@ -4,6 +4,9 @@ Exit codes: 1 a fault of ours, 2 the user's input (a file, a flag, a value), 3 a
 130 interrupted. Everything raised on purpose is a `GearshiftError`; one place in `launch` catches it.
 """
 
+LOGITS_ARE_NO_NUMBERS = "the logits are not numbers"
+"""Part of the error of a request whose logits cannot be chosen or scored by."""
+
 
 class GearshiftError(Exception):
     """Base of all named errors; the message says what was wrong, where, and what to do."""

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..proto.commands import Batch, BatchEntry, Chunk
+from ..proto.errors import LOGITS_ARE_NO_NUMBERS
 from ..proto.ids import ComputeType, Layout, Rank, RequestId
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
@@ -345,7 +346,7 @@ def _chosen_inside(batch: Batch, states: list[RequestState]) -> bool:
 def _device_token(state: RequestState, logprob: float, compute_type: ComputeType) -> SampledToken:
     if math.isfinite(logprob):
         return SampledToken(state.request, state.last_token, logprob)
-    told = f"the logits are not numbers to choose by{compute_type.room}"
+    told = f"{LOGITS_ARE_NO_NUMBERS} to choose by{compute_type.room}"
     return SampledToken(state.request, 0, 0.0, error=told)
 
 

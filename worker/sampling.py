@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..proto.errors import ProtocolError
+from ..proto.errors import LOGITS_ARE_NO_NUMBERS, ProtocolError
 from ..proto.ids import ComputeType, RequestId
 from ..proto.reports import SampledToken
 from ..proto.sampling import SamplingParameters
@@ -263,7 +263,7 @@ class Sampler:
         brought = sampler.bring(logits_V)
         greatest = float(logits_V.max()) if brought is None else brought.greatest  # NaN if any is
         if not isfinite(greatest):
-            told = f"the logits are not numbers to choose by: greatest is {greatest}{self._compute_type.room}"
+            told = f"{LOGITS_ARE_NO_NUMBERS} to choose by: greatest is {greatest}{self._compute_type.room}"
             return SampledToken(request, 0, 0.0, error=told)
         if brought is not None:
             token, logit = sampler.choose_brought(brought)

@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable
 from threading import Thread
 
+from ...proto.errors import LOGITS_ARE_NO_NUMBERS
 from ...proto.model import ModelSpec
 
 LOOK_SECONDS = 120.0  # that clients wait; a large file, or storage that does not answer, takes longer
-NOT_NUMBERS = "not numbers"  # as whoever chooses or scores by logits says it
 
 
 def tells_no_numbers(error: str | None) -> bool:
     """Whether a request's error says that its logits were no numbers."""
-    return error is not None and NOT_NUMBERS in error
+    return error is not None and LOGITS_ARE_NO_NUMBERS in error
 
 
 def find_blame(spec: ModelSpec) -> str | None:

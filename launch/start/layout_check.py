@@ -18,7 +18,7 @@ from ...coordinator.evaluation import collect_logits
 from ...coordinator.generation import GenerationRequest, TokenEvent
 from ...coordinator.one_request import generate
 from ...coordinator.policy.policy import Journey, journeys
-from ...proto.errors import RequestFailedError
+from ...proto.errors import LOGITS_ARE_NO_NUMBERS, RequestFailedError
 from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters
 from ...proto.words import counted
@@ -108,7 +108,7 @@ def compare_layouts(driver: Driver) -> tuple[LayoutDifference, ...]:
     usual = _rows(driver, ids, USUAL)
     if not np.isfinite(usual.max(axis=-1)).all():  # nothing to hold others against: it is the model, or its type
         room = "" if driver.settings.compute_type is None else driver.settings.compute_type.room
-        raise RequestFailedError(f"the logits of layer->layer are not numbers{room}")
+        raise RequestFailedError(f"{LOGITS_ARE_NO_NUMBERS} in layer->layer{room}")
     read, _ = collect_logits(driver, ids, len(ids), Layout.LAYER, Layout.LAYER, Fixed((len(ids),)))
     tie, limit = step_limits(driver.settings.exact_activations)
     as_prompt = replace(difference(AS_PROMPT, usual[-STEPS:], read[-STEPS:], tie=tie), limit=limit)

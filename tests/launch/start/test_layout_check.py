@@ -125,7 +125,7 @@ def test_a_model_without_numbers_is_told_as_such_and_no_card_is_blamed(
     monkeypatch.setattr(layout_check, "_rows", lambda *_: non_finite)
     check_layouts(driver, left_open=True)
     told = capsys.readouterr().err
-    assert "could not be compared: the logits of layer->layer are not numbers" in told
+    assert "could not be compared: the logits are not numbers in layer->layer" in told
     assert "doctor" not in told
     assert driver.settings.journeys is None
 
