@@ -349,9 +349,10 @@ def gathered_blocks(sizes: Sizes) -> Case:
     blocks = max(1, sizes.depth // 64)
     rows = quantize_q8_0(halves(blocks, sizes.kv_heads, 64, sizes.width))
     slots = torch.randperm(blocks, device=DEVICE)
+    out = torch.empty((blocks * 64, sizes.kv_heads, sizes.width), dtype=HALF, device=DEVICE)
 
     def launch() -> None:
-        step_ops.gather_blocks(rows, slots, HALF)
+        step_ops.gather_blocks(rows, slots, out)
 
     def check() -> dict[str, float]:
         return {name: 2 * wrong for name, wrong in attention_kernel_checks.check_gather(3, sizes.width).items()}

@@ -9,6 +9,7 @@ import torch
 
 from ..proto.model import ModelSpec
 from ..proto.placement.plan import Placement
+from ..proto.placement.working import gathered_positions
 from .kernels.exchange import Exchange
 from .kernels.quant_matrix import QuantMatrix
 from .kv import KvStore
@@ -19,6 +20,7 @@ from .model.chunk_pass import ChunkPass
 from .model.decode_steps import DecodeSteps, can_step
 from .model.decode_sums import ChosenSums, SumBench
 from .model.device_decoder import DeviceDecoder
+from .model.gather_rooms import GatherRooms
 from .model.layer_steps import LayerSteps, can_step_in_layers
 from .model.sum_choice import asked_way, choose
 from .model.sum_clock import DeviceClock
@@ -50,6 +52,8 @@ def device_parts(
         embedding,
     )
     return_unused(device)  # what sorting the embedding took
+    rows = min(max_chunk_tokens, context_tokens)
+    decoder.gather_rooms = GatherRooms(device, _most_gathered(spec, weights, rows, context_tokens))
     able = decoder.fused, can_step(spec, decoder), can_step_in_layers(spec, decoder, placement.stages[rank])
     here = torch.tensor([float(each) for each in able], device=device)
     fused, tensor, layer = (int(count) == placement.ranks for count in links.tensor.all_reduce(here).tolist())
@@ -68,6 +72,18 @@ def device_parts(
         broadcast = links.tensor.broadcast
         layer_steps = LayerSteps(spec, placement, rank, decoder, broadcast, exchange, context_tokens)
     return DeviceParts(decoder, steps, layer_steps)
+
+
+def _most_gathered(spec: ModelSpec, weights: Weights, rows: int, context_tokens: int) -> int:
+    """Elements of keys, or of values, that a chunk's attention looks at: of one part at a time."""
+    return max(
+        (
+            gathered_positions(facts, rows, context_tokens) * part.kv_heads * max(facts.key_width, facts.value_width)
+            for facts, layer in zip(spec.layers, weights.layers, strict=True)
+            for part in layer.parts
+        ),
+        default=0,
+    )
 
 
 def _exchange(

@@ -105,7 +105,7 @@ def _gpu_chunk_bytes(
     attention = 0
     for layer, parts in _parts_run(placement, rank, layout):
         facts = spec.layers[layer]
-        seen, heads = _seen_positions(facts, rows, case), sum(len(part.query) for part in parts)
+        seen, heads = gathered_positions(facts, rows, case.context_tokens), sum(len(part.query) for part in parts)
         for part in parts:  # one at a time
             gathered = seen * len(part.kv) * (facts.key_width + facts.value_width) * 2
             on_the_way = seen * len(part.kv) * max(facts.key_width, facts.value_width) * 2
@@ -162,7 +162,7 @@ def _fused_attention_bytes(
     queries_and_results = rows * query * (facts.key_width + 2 * facts.value_width) * 2
     # On the way keys or values are there once more, where slots are scattered.
     widths = facts.key_width + facts.value_width + max(facts.key_width, facts.value_width)
-    gathered = _seen_positions(facts, rows, case) * max(len(part.kv) for part in parts) * widths * 2
+    gathered = gathered_positions(facts, rows, case.context_tokens) * max(len(part.kv) for part in parts) * widths * 2
     return projected + queries_and_results + gathered + rows * hidden * case.sum_bytes
 
 
@@ -171,7 +171,7 @@ def _plain_gpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], row
     query = sum(len(part.query) for part in parts)
     if not query:
         return 0
-    seen, most_kv = _seen_positions(facts, rows, case), max(len(part.kv) for part in parts)
+    seen, most_kv = gathered_positions(facts, rows, case.context_tokens), max(len(part.kv) for part in parts)
     gathered = seen * most_kv * (facts.key_width + facts.value_width) * 2
     quantised = KvType.Q8_0 in (case.kv_format.key, case.kv_format.value)
     on_their_way = seen * most_kv * max(facts.key_width, facts.value_width) * (4 + 2 if quantised else 2)
@@ -205,7 +205,7 @@ def _cpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int
     query = sum(len(part.query) for part in parts)
     if not query:
         return 0
-    element, seen = case.element_bytes, _seen_positions(facts, rows, case)
+    element, seen = case.element_bytes, gathered_positions(facts, rows, case.context_tokens)
     most_kv = max(len(part.kv) for part in parts)
     gathered = seen * most_kv * (4 * (facts.key_width + facts.value_width) + element * facts.value_width)
     scores = min(MOST_SCORES, rows * seen * _most_readers(facts, parts))
@@ -215,9 +215,9 @@ def _cpu_attention_bytes(facts: LayerSpec, parts: Collection[PartCut], rows: int
     return _projected_bytes(facts, parts, rows, element) + gathered + scores * (8 + element) + masks + results
 
 
-def _seen_positions(facts: LayerSpec, rows: int, case: WorkingCase) -> int:
-    """Cached positions that a pass gathers at most, in whole blocks."""
-    seen = case.context_tokens
+def gathered_positions(facts: LayerSpec, rows: int, context_tokens: int) -> int:
+    """Cached positions that a pass of so many rows gathers at most, in whole blocks."""
+    seen = context_tokens
     if facts.sliding_window:
         seen = min(seen, facts.sliding_window + rows + BLOCK_TOKENS)
     return block_count(seen) * BLOCK_TOKENS

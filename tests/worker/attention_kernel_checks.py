@@ -171,8 +171,9 @@ def check_gather(heads: int, width: int) -> dict[str, float]:
     cache.arena.random_(0, 256)
     slots = torch.tensor([7, 2, 3], device=DEVICE)
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16  # to which the interpreter does not round
-    found = step_ops.gather_blocks(cache.values, slots, dtype)
-    wanted = dequantize_q8_0(cache.values[slots].transpose(0, 1), dtype).flatten(1, 2)
+    found = torch.full((len(slots) * 64, heads, width), 7.0, dtype=dtype, device=DEVICE)
+    step_ops.gather_blocks(cache.values, slots, found)
+    wanted = dequantize_q8_0(cache.values[slots].transpose(0, 1), dtype).flatten(1, 2).transpose(0, 1)
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     return {"gathered q8_0, bit by bit": float(found.shape != wanted.shape or not bool(same.all()))}
 

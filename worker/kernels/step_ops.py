@@ -162,16 +162,11 @@ def rotate_into_cache(
     )  # fmt: skip
 
 
-def gather_blocks(rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """q8_0 rows [slots, heads, 64, bytes] of some slots (int64 [n]), dequantised: [heads, n * 64, width].
-
-    Position after position: all heads of each lie together.
-    """
+def gather_blocks(rows: Tensor, slots: Tensor, out: Tensor) -> None:
+    """q8_0 rows [slots, heads, 64, bytes] of some slots (int64 [n]), dequantised: out [n * 64, heads, width]."""
     words = rows.view(torch.int16)
-    heads, width = rows.shape[1], rows.shape[3] // 34 * 32
-    out = torch.empty((slots.numel() * 64, heads, width), dtype=dtype, device=rows.device)
+    _, heads, width = out.shape
     gather_q8_0[slots.numel(), heads](words, words.stride(0), words.stride(1), slots, out, W=width, num_warps=4)
-    return out.transpose(0, 1)
 
 
 def join_attention(past: Tensor, past_sum: Tensor, new: Tensor, new_sum: Tensor, out: Tensor) -> None:

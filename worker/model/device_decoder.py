@@ -23,6 +23,7 @@ from ..kernels.step_ops import Angles, KvPlace, RopeFacts
 from ..kv import KvStore, SlotRun
 from ..weights.layer import LayerWeights, PartWeights, Weights
 from .decoder import Decoder, Segment
+from .gather_rooms import GatherRooms
 
 Table = tuple[Tensor, int]  # slots by block, and the elements between two rows' tables (0: one for all rows)
 
@@ -60,6 +61,7 @@ class DeviceDecoder(Decoder):
         )
         self.chunks: Chunks | None = None  # a way to run many rows of one request, once everything else is set up
         self._sum_in_place = sum_in_place
+        self.gather_rooms = GatherRooms(device)
         self._deep = DeepAttention(self.firsts) if serves(device) else None
         self._preparing: Iterator[None] | None = None
 
@@ -263,7 +265,8 @@ class DeviceDecoder(Decoder):
         first = max(0, segment.start + 1 - window) if window else 0
         bundle = (self._stage_of_layer[layer], part.part)
         region, run = self._kv.region(bundle, layer), segment.state.slots[bundle]
-        key_HLW, value_HLW = (self._gather(rows, run, first, length) for rows in (region.keys, region.values))
+        key_HLW = self._gather("keys", region.keys, facts.key_width, run, first, length)
+        value_HLW = self._gather("values", region.values, facts.value_width, run, first, length)
         for heads in head_runs(part.kv_head_of_query):
             how = query_TQW[:, heads.query], key_HLW[heads.kv], value_HLW[heads.kv], attended[:, heads.query]
             self._attend_evenly(*how, segment, scale, window)
@@ -282,14 +285,22 @@ class DeviceDecoder(Decoder):
         else:
             attended.copy_(attend_by_library(query_TQW, key_HLW, value_HLW, None, scale))
 
-    def _gather(self, rows: Tensor, run: SlotRun, first: int, length: int) -> Tensor:
-        """As the store's own, q8_0 in one pass: [H, n, W], position after position."""
-        skipped = first // BLOCK_TOKENS
+    def _gather(self, name: str, rows: Tensor, width: int, run: SlotRun, first: int, length: int) -> Tensor:
+        """As the store's own, q8_0 in one pass: [H, n, W], position after position, until it is gathered so again."""
+        skipped, end = first // BLOCK_TOKENS, block_count(length)
+        room = self.gather_rooms.take(name, (end - skipped, BLOCK_TOKENS, rows.shape[1], width), self._dtype)
         if rows.dtype is torch.uint8:
-            joined = step_ops.gather_blocks(rows, run.index[skipped : block_count(length)], self._dtype)
+            step_ops.gather_blocks(rows, run.index[skipped:end], room.flatten(0, 1))
         else:
-            joined = _in_order(run.blocks(rows, block_count(length))[skipped:], self._dtype)
-        return joined[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
+            room.copy_(self._blocks(rows, run, skipped, end).transpose(1, 2))
+        return room.flatten(0, 1).transpose(0, 1)[:, first - skipped * BLOCK_TOKENS : length - skipped * BLOCK_TOKENS]
+
+    def _blocks(self, rows: Tensor, run: SlotRun, first: int, end: int) -> Tensor:
+        """Blocks [first, end) of a request, as they are stored: [n, H, 64, W]."""
+        if run.first is not None:
+            return run.blocks(rows, end)[first:]
+        room = self.gather_rooms.take("blocks", (end - first, *rows.shape[1:]), rows.dtype)
+        return torch.index_select(rows, 0, run.index[first:end], out=room)
 
     def prepare_attention(self, part: PartWeights, heads: int, rows: int, past: int, width: int) -> bool:
         """Have the library meet a shape that chunks will ask for (`attention_shapes`); False where it has.
@@ -336,13 +347,6 @@ def fits_kernels(spec: ModelSpec) -> bool:
         and all(layer.feed_forward % 32 == 0 for layer in spec.layers)
         and spec.hidden % 32 == 0
     )
-
-
-def _in_order(blocks_NHPW: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions of N blocks of P one after another, all heads of each together: [H, N * P, W]."""
-    blocks, heads, positions, width = blocks_NHPW.shape
-    joined = torch.empty((blocks, positions, heads, width), dtype=dtype, device=blocks_NHPW.device)
-    return joined.copy_(blocks_NHPW.transpose(1, 2)).flatten(0, 1).transpose(0, 1)
 
 
 def _stacked(x_TC: Tensor, matrices: Sequence[object]) -> Tensor:
