@@ -5,7 +5,7 @@ columns in int8. A warp takes 256 columns at a time (a *span*, the K types' bloc
 scale: types whose scales are whole numbers stay in whole numbers to the span's end, one multiply-add a sum, and
 floats come in once a span. Mins and zero points need sums of activations only: one `mma` a span in f16, exact where
 factors are whole, as sums of 16 codes are below 2048. For 16 rows of activations a span of 16 matrix rows takes some
-380 instructions of a warp (Q4_K: 2,368 bytes) or 620 (Q6_K: 3,360 bytes).
+400 instructions of a warp (Q4_K: 2,368 bytes) or 620 (Q6_K: 3,360 bytes).
 
 What bounds this is how much memory is asked for ahead, and by how many warps: spans go to shared memory by copies that
 take no registers, the next one (of the next tile of rows too) while one is multiplied. So blocks stay and take one
