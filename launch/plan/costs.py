@@ -25,7 +25,7 @@ from ..doctor.card_process import nccl_case
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..settings.settings import Settings
 from ..settings.user_folders import costs_folder
-from ..start.cost_cache import placement_digest, speed_variables
+from ..start.cost_cache import MEASURED, placement_digest, speed_variables
 from ..start.fitting import GroupPlan, names_no_shares
 from ..start.models import open_files
 from ..start.session_setup import check_kv_format, chosen_context, open_model, open_session
@@ -159,6 +159,7 @@ def kept_costs(
         "threads": settings.threads,
         "gearshift": __version__,
         "protocol": PROTOCOL_VERSION,
+        "measured": MEASURED,
         "environment": speed_variables(environment),
         "links": to_builtins(settings.link_options),
     }
