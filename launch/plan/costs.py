@@ -92,8 +92,9 @@ def costs_of_model(
     if kept is not None:
         computed = kept[1].facts.get("compute_type")
         return _planned(plan, wish, kept[1], f"measured earlier on this machine, computing in {computed} ({kept[0]})")
-    with open_session(open_model(model), settings, layouts, wish) as session:
+    with open_session(open_model(model), settings, layouts, wish, measure=True) as session:
         driver = session.driver
+        assert driver.costs is not None
         facts = {
             "devices": [hello.device for hello in session.cluster.hellos],
             "compute_type": str(session.loaded.compute_type),
@@ -101,7 +102,7 @@ def costs_of_model(
         }
         if session.loaded.without_nccl:
             facts["without_nccl"] = True
-        file = CostFile(driver.costs or driver.measure_costs().costs, facts)
+        file = CostFile(driver.costs, facts)
     return _planned(plan, wish, file, "measured now")
 
 
