@@ -5,10 +5,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-from msgspec import structs
 
 from gearshift.benchmarks.policy_parts import pair_parts
 from gearshift.coordinator.driver import Driver
@@ -149,13 +147,11 @@ class Grid:
         forecasts = driver.plan(GenerationRequest(tokens, answer)).forecasts
         seconds = [one.seconds for one in forecasts] or [0.0]
         serious = [one for one in seconds if one <= self.options.hopeless * min(seconds)]
-        return max(LEAST_SECONDS, sum(serious) / (2 if answer == 1 else 1) + min(seconds))
+        return max(LEAST_SECONDS, sum(serious) + min(seconds))
 
     def _measure(self, prompt: int, answer: int, room: float | None, seed: int) -> Cell:
         began, options = time.monotonic(), self.options
-        *fixed, _ = combinations(self.ranks, self.driver.settings.journeys)
-        if answer == 1:  # nothing is written behind the first token: pairs that read alike are one
-            fixed = [one for one in fixed if one.prefill is one.decode]
+        *fixed, _ = combinations(self.ranks, self.driver.settings.journeys, answer)
         warm = self._warm_up(fixed, prompt, answer, seed)
         quickest = min(run.wall_seconds for run in warm)
         hopeless = [run for run in warm if run.wall_seconds > options.hopeless * quickest]
@@ -165,18 +161,12 @@ class Grid:
         if room is not None:
             each = sum(run.wall_seconds for run in serious) + quickest
             rounds = max(1, min(rounds, int((room - (time.monotonic() - began)) / each)))
-        runs = self._interleaved(taken, rounds, prompt, answer, seed + 2000)
+        runs = interleaved(self.driver, taken, rounds, prompt, answer, seed + 2000)
         chosen = auto_choice([run for run in runs if run.combination == AUTO])
         if chosen not in taken:  # then its one cold time, or none, would be held against it
             hopeless = [run for run in hopeless if run.combination != chosen]
-            runs += self._interleaved([chosen], rounds, prompt, answer, seed + 10_000)
+            runs += interleaved(self.driver, [chosen], rounds, prompt, answer, seed + 10_000)
         return Cell(prompt, answer, (*runs, *hopeless), options.blocks)
-
-    def _interleaved(
-        self, taken: Sequence[Combination], rounds: int, prompt: int, answer: int, seed: int
-    ) -> list[TimedRun]:
-        runs = interleaved(self.driver, taken, rounds, prompt, answer, seed)
-        return [_read_only(run) for run in runs] if answer == 1 else runs
 
     def _warm_up(self, fixed: Sequence[Combination], prompt: int, answer: int, seed: int) -> list[TimedRun]:
         """One run of each pair, but of those whose answers alone would be hopeless.
@@ -194,13 +184,6 @@ class Grid:
             runs += interleaved(self.driver, [one], 1, prompt, answer, seed + 1000 + len(runs))
             paces.note(runs[-1])
         return runs
-
-
-def _read_only(run: TimedRun) -> TimedRun:
-    """As of the pair that writes where it has read: what would have been written elsewhere is not there."""
-    result = run.result
-    decode = structs.replace(result.decode, layout=result.prefill.layout)
-    return replace(run, result=structs.replace(result, decode=decode))
 
 
 def _tell(words: str) -> None:

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import TypeAlias
 
-import numpy as np
-
 from ...proto.errors import InputError
 from ...proto.words import counted
 from ..costs.cost_model import ChunkCost
-from ..costs.run_counts import count_of_past
-from .flow_shop import longest_of_cuts, makespans_of_lists
-from .search import best_chunks
-from .task import Task, filled, longest_within
+from .flow_shop import makespans_of_lists
+from .one_length import kept_bound, lengths_of_task, longest_of_lengths
+from .search import best_chunks, fullest_chunks
+from .task import Task, longest_within
 
 DEFAULT_RATIO = 1024.0  # b/a in tokens where nothing was measured; public rigs lie between 290 and 1,024
 
@@ -130,19 +128,21 @@ def plan_chunks(
     reason = f"{missing}sqrt rule with b/a {ratio:.0f}: {counted(plain, 'token')} over {counted(stages, 'stage')}"
     if costs and limits.token_gap_seconds < inf:
         task = _task(tokens, cached, costs, limits, decode_seconds)
-        chunks = _repeat(tokens, min(plain, _within_bound(task)))
+        chunks = _repeat(tokens, _within_bound(task, plain))
         return ChunkPlan(chunks, reason + _told_bound(task, limits), plain)
     return ChunkPlan(_repeat(tokens, plain), reason, plain)
 
 
-def _within_bound(task: Task) -> int:
-    """Tokens of a chunk that keeps the latency bound wherever it lies; the last one lies deepest."""
-    deep = task.cached + task.tokens
-    pasts = range(task.cached, deep, task.grid) if task.past_in_runs else range(1)
-    most = max(map(count_of_past, pasts))
-    costs = [replace(cost, per_chunk=cost.per_chunk + most * cost.per_run, per_run=0.0) for cost in task.costs]
-    fits = min(longest_within(cost, deep, task.longest_seconds) for cost in costs)
-    return max(int(fits) // task.grid * task.grid, task.grid) if fits < task.tokens else task.tokens
+def _within_bound(task: Task, plain: int) -> int:
+    """Tokens of the longest chunks of one length that keep the latency bound: up to `plain`, else the shortest."""
+    if task.past_in_runs:
+        lengths = lengths_of_task(task)
+        longest = longest_of_lengths(lengths, task.tokens, task.cached, task.costs)
+        kept = lengths[longest <= task.longest_seconds * (1 + 1e-9)]
+        return int(kept[kept <= plain].max(initial=kept.min()))
+    deep = task.cached + task.tokens  # the last one lies deepest
+    fits = min(longest_within(cost, deep, task.longest_seconds) for cost in task.costs)
+    return min(plain, max(int(fits) // task.grid * task.grid, task.grid)) if fits < task.tokens else plain
 
 
 def _measured_ratio(costs: Sequence[ChunkCost] | None) -> float:
@@ -208,9 +208,8 @@ def _one_stage(
     """One chunk, capped by the buffers and the latency bound: every further chunk would cost its b again."""
     if costs is not None and len(costs) == 1 and limits.token_gap_seconds < inf:
         task = _task(tokens, cached, costs, limits, decode_seconds)
-        chunks = filled(task, costs, task.longest_seconds)
-        if chunks is not None:
-            return ChunkPlan(chunks, counted(len(chunks), "chunk") + _told_bound(task, limits), None)
+        chunks = fullest_chunks(task)
+        return ChunkPlan(chunks, counted(len(chunks), "chunk") + _told_bound(task, limits), None)
     return ChunkPlan(_repeat(tokens, limits.max_chunk), "the largest chunk the buffers take", None)
 
 
@@ -219,27 +218,26 @@ def _task(
 ) -> Task:
     """What the search has to keep to.
 
-    A latency bound goes before the least chunk; a bound that not even one grid step keeps is kept as nearly as can be.
+    A latency bound goes before the least chunk; one that chunks of no length keep is kept as nearly as can be.
     """
     grid = min(limits.grid, limits.max_chunk)
     minimum = min(_up_to_grid(limits.minimum, grid), limits.max_chunk // grid * grid)
     longest = inf
     if limits.token_gap_seconds < inf:
         longest = limits.token_gap_seconds - decode_seconds
-        if _longest_step(tokens, cached, costs, minimum, grid) > longest:
+        if any(cost.per_run for cost in costs):
+            largest = limits.max_chunk // grid * grid
+            minimum, longest = kept_bound(tokens, cached, costs, grid, minimum, largest, longest)
+        elif _longest_step(tokens, cached, costs, minimum, grid) > longest:
             minimum = grid
-        longest = max(longest, _longest_step(tokens, cached, costs, grid, grid))
+            longest = max(longest, _longest_step(tokens, cached, costs, grid, grid))
     return Task(tokens, cached, tuple(costs), grid, minimum, limits.max_chunk, decode_seconds, longest)
 
 
 def _longest_step(tokens: int, cached: int, costs: Sequence[ChunkCost], size: int, grid: int) -> float:
-    """Seconds of the longest of chunks of `size` tokens: the last one, or one whose past has more runs."""
+    """Seconds of the longest of chunks of `size` tokens, the last one; costs have no runs."""
     deep = max(0, cached + tokens - grid)
-    longest = max(replace(cost, per_run=0.0).seconds(deep, size) for cost in costs)
-    if any(cost.per_run for cost in costs):
-        cuts = np.minimum(np.arange(size, tokens + size, size, dtype=np.float64), tokens)[:, None]
-        longest = max(longest, float(longest_of_cuts(cuts, cached, costs)[0]))
-    return longest
+    return max(cost.seconds(deep, size) for cost in costs)
 
 
 def _told_bound(task: Task, limits: Limits) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 
 from .flow_shop import Cuts
 from .neighbours import LONGEST_DESCENT, Reals, cuts_around
+from .one_length import lengths_of_task, lists_of_one_length
 from .starts import every_cut, starts, together
-from .task import Chunks, Task, at_runs
+from .task import Chunks, Task, at_runs, filled_to_bound
 
 EQUAL_STAGES = 1.02  # slowest over fastest stage up to which the closed form is the start
 THOROUGH_DESCENTS = 3
@@ -39,6 +40,18 @@ def best_chunks(task: Task) -> Found:
     return _plainer(task, _best_descent(task, starts(task, _stages_are_equal(task))))
 
 
+def fullest_chunks(task: Task) -> Chunks:
+    """For one stage: chunks that each take all that the latency bound allows; it is one that can be kept.
+
+    Where runs count such chunks may end where too many of them begin: then chunks of one length are taken.
+    """
+    full = filled_to_bound(task)
+    if full is not None:
+        return full
+    cuts = lists_of_one_length(lengths_of_task(task), task.tokens)
+    return _chunks(_ended(cuts[:, int(task.prices(cuts).argmin())]))
+
+
 def _plainer(task: Task, found: Found) -> Found:
     """Where runs count, chunks of one length that is a power of two instead, if these take next to no longer.
 
@@ -50,11 +63,12 @@ def _plainer(task: Task, found: Found) -> Found:
     lengths = PLAIN_LENGTHS[(least <= PLAIN_LENGTHS) & (most >= PLAIN_LENGTHS)]
     if not len(lengths):
         return found
-    number = np.arange(1, 1 + -(-task.tokens // int(lengths[0])))[:, None]
-    cuts = np.minimum(lengths * number, float(task.tokens))
+    cuts = lists_of_one_length(lengths, task.tokens)
     prices = task.prices(cuts)
     best = int(prices.argmin())
-    return (_chunks(_ended(cuts[:, best])), float(prices[best])) if prices[best] <= found[1] * NEXT_TO_NONE else found
+    if prices[best] < inf and prices[best] <= found[1] * NEXT_TO_NONE:
+        return _chunks(_ended(cuts[:, best])), float(prices[best])
+    return found
 
 
 def _best_descent(task: Task, begin: Cuts) -> Found:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ..costs.cost_model import ChunkCost
 from .flow_shop import Cuts, Seconds
-from .task import MAX_CHUNKS, RUN_UNITS, Chunks, Task, evened, filled
+from .one_length import lengths_of_task, lists_of_one_length
+from .task import MAX_CHUNKS, RUN_UNITS, Chunks, Task, evened, filled_to_bound
 
 FEW_CHUNKS, SOME_CHUNKS, MANY_CHUNKS = 6, 12, 24  # m* up to which more counts about it are tried, and from which fewer
 MOST_BY_FEW = 6  # m* up to which two to four chunks are tried at odd places
@@ -264,16 +265,21 @@ def _few_chunks(task: Task) -> list[Cuts]:
 def _within_limits(task: Task, ideal: float, least: int, most: int) -> list[Cuts]:
     """Where a latency bound or the least length say much: chunks that take all that these allow."""
     found: list[Chunks] = []
+    full: Chunks | None = ()
     if task.longest_seconds < inf:
         equal = [evened(task, task.envelope, count) for count in _counts(task, ideal, least, most, (1.0,))]
-        longest = filled(task, task.costs, task.longest_seconds)
-        found += [chunks for chunks in (*equal, longest) if chunks is not None]
+        full = filled_to_bound(task)
+        found += [chunks for chunks in (*equal, full) if chunks is not None]
     # Near the least length the grid is too coarse for equal times: chunks of one length are other lists.
-    if task.short or not found:
+    if task.short or full is None:
         found += [
             _repeated(task, min(length, task.largest)) for length in (task.minimum, task.minimum + task.grid)
         ]
-    return [np.add.accumulate(np.array(chunks, dtype=np.float64))[:, None] for chunks in found]
+    lists = [np.add.accumulate(np.array(chunks, dtype=np.float64))[:, None] for chunks in found]
+    # Where runs count, equal ones may break the bound, as the longest ones may later on: those of some length keep it.
+    if full is None and task.past_in_runs:
+        lists.append(lists_of_one_length(lengths_of_task(task), task.tokens))
+    return lists
 
 
 def _repeated(task: Task, length: int) -> Chunks:

@@ -1,7 +1,7 @@
 """One prompt that is to be cut into chunks: what it costs, what its chunks must keep to, and the closed forms. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from typing import TypeAlias
 
@@ -126,6 +126,13 @@ def filled(task: Task, costs: Sequence[ChunkCost], seconds: float, most: int = M
         left -= size
         done += size
     return None
+
+
+def filled_to_bound(task: Task) -> Chunks | None:
+    """Chunks that take all that the latency bound allows and, where runs count, end where few of them begin."""
+    if task.past_in_runs and task.cached % RUN_UNITS[0] == RUN_UNITS[0] % task.grid == 0:
+        task = replace(task, grid=RUN_UNITS[0])
+    return filled(task, task.costs, task.longest_seconds)
 
 
 def at_runs(task: Task, cuts: Reals) -> Reals:

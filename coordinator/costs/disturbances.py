@@ -52,7 +52,8 @@ class Disturbances(Generic[Observation]):
     ) -> Counting[Observation]:
         """Work of a request took `seconds`; by what is known it takes `known_seconds`. `kind`: what it compares with.
 
-        That slow work repeats is seen as the next request of its kind begins.
+        An observation may be kept long after its request: it should hold no prompt. That slow work repeats is seen as
+        the next request of its kind begins.
         """
         recent = self._recent.setdefault(kind, deque(maxlen=RECENT))
         mine = next((one for one in recent if one.request == request), None)

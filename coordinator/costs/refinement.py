@@ -4,12 +4,12 @@ A request that has begun keeps its plan; only later ones are planned with what w
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations
 from math import log
 from statistics import fmean, median
-from typing import TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from .overhead_refinement import OverheadRefinement
 from .shift_refinement import ShiftRefinement
 
 Array = npt.NDArray[np.float64]
-Work = TypeVar("Work", Chunk, Batch)
+Observed: TypeAlias = tuple[list[float], float]  # how often work takes each coefficient, and its seconds
 
 FORGETTING = 0.92  # what an observation counts once another has come: after three dozen it is a twentieth
 PRIOR_WEIGHT = 0.03  # of each point measured at start, beside observations of weight 1
@@ -128,17 +128,17 @@ class ChunkFit:
         prior = [(self._row(*point), cost.seconds(*point)) for point in points]
         measured = (cost.per_chunk, cost.per_token, cost.per_pair, cost.per_run)
         self.fit = FadingFit(prior, measured if self._past_in_runs else measured[:3])
-        self._disturbances: Disturbances[tuple[Chunk, float]] = Disturbances()
+        self._disturbances: Disturbances[Observed] = Disturbances()
 
     def observe(self, chunk: Chunk, seconds: float) -> None:
         self.fit.observe(self._row(chunk.start, len(chunk.tokens)), seconds)
 
     def hear(self, chunk: Chunk, seconds: float) -> None:
         """As `observe`, where something may have disturbed the request."""
-        known = self.fit.seconds(self._row(chunk.start, len(chunk.tokens)))
+        row = self._row(chunk.start, len(chunk.tokens))
         depth = _size_class(chunk.start + len(chunk.tokens))
-        counting = self._disturbances.see(chunk.request, depth, (chunk, seconds), seconds, known)
-        _learn(self.fit, counting, self.observe)
+        counting = self._disturbances.see(chunk.request, depth, (row, seconds), seconds, self.fit.seconds(row))
+        _learn(self.fit, counting)
 
     def _row(self, cached: int, tokens: int) -> list[float]:
         return chunk_row(cached, tokens, self._past_in_runs)
@@ -157,7 +157,7 @@ class StepFit:
         prior = [(self._row(*point), cost.seconds(*point)) for point in points]
         measured = [*(seconds for _, seconds in cost.seconds_of_batch), cost.per_cached_token]
         self.fit = FadingFit(prior, measured)
-        self._disturbances: Disturbances[tuple[Batch, float]] = Disturbances()
+        self._disturbances: Disturbances[Observed] = Disturbances()
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """`seconds` of all its steps."""
@@ -166,10 +166,12 @@ class StepFit:
     def hear(self, batch: Batch, seconds: float) -> None:
         """As `observe`, where something may have disturbed the requests; they go by the oldest one."""
         requests, depth = len(batch.entries), _depth(batch)
-        known = batch.steps * self.fit.seconds(self._row(requests, depth))
+        row = self._row(requests, depth)
+        known = batch.steps * self.fit.seconds(row)
         kind = _size_class(requests), _size_class(int(depth))
-        counting = self._disturbances.see(batch.entries[0].request, kind, (batch, seconds), seconds, known)
-        _learn(self.fit, counting, self.observe)
+        observed = row, seconds / batch.steps
+        counting = self._disturbances.see(batch.entries[0].request, kind, observed, seconds, known)
+        _learn(self.fit, counting)
 
     def _row(self, batch: int, cached: float) -> list[float]:
         """How much each coefficient counts: of the batches the two next to it, linearly; beyond the last too."""
@@ -294,9 +296,9 @@ def _size_class(count: int) -> int:
     return (count.bit_length() + 1) // 2
 
 
-def _learn(fit: FadingFit, counting: Counting[tuple[Work, float]], observe: Callable[[Work, float], None]) -> None:
+def _learn(fit: FadingFit, counting: Counting[Observed]) -> None:
     """What counts of what was heard."""
     if counting.changed:
         fit.fade(AFTER_CHANGE)
-    for work, seconds in counting.observations:
-        observe(work, seconds)
+    for row, seconds in counting.observations:
+        fit.observe(row, seconds)

@@ -16,7 +16,7 @@ from .forecast import (
     forecasts,
     stage_rows,
 )
-from .policy import Choice, choose, journeys
+from .policy import Choice, choose, distinct, journeys
 
 MOST_STEPS = 1 << 20  # no answer is longer: a break-even beyond it is none
 
@@ -44,7 +44,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Every journey that can be predicted, and what would be chosen of those that were asked for."""
+    """Every journey that can be predicted, and what would be chosen of those that were asked for.
+
+    Of journeys that do the same work one.
+    """
 
     task: Task
     ranks: int
@@ -89,7 +92,7 @@ def look_ahead(
         ranks=ranks,
         choice=choice,
         chunk_plans=plans,
-        forecasts=found,
+        forecasts={journey: found[journey] for journey in distinct(found, task.steps, (choice.prefill, choice.decode))},
         break_even=break_even(task, costs, choice.prefill, plans, regret) if ranks > 1 else None,
         bars=bars(task, costs, choice, found.get((choice.prefill, choice.decode))),
     )

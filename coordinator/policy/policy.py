@@ -1,6 +1,6 @@
 """In which layouts a request is read and answered: the least predicted time, with its reason. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -61,6 +61,18 @@ def journeys(
     return open_ones
 
 
+def distinct(pairs: Collection[Journey], steps: int, chosen: Journey | None = None) -> tuple[Journey, ...]:
+    """One of each that do the same work: without a step behind an answer's first token those with the same prefill.
+
+    That is the `chosen` one, else the one without a shift.
+    """
+    if steps:
+        return tuple(pairs)
+    ranked = sorted(pairs, key=lambda pair: (pair == chosen, pair[0] is pair[1]))
+    kept = {prefill: (prefill, decode) for prefill, decode in ranked}  # the last one counts
+    return tuple(pair for pair in pairs if pair in kept.values())
+
+
 def choose(
     task: Task,
     costs: Costs | None,
@@ -75,8 +87,9 @@ def choose(
 ) -> Choice:
     """The fastest journey within what was asked for, and the chunks its prompt is read in.
 
-    A kept prefix is not read again, but has to be moved where its layout is not that of the prefill. Where weights
-    migrate (`regret`), moves are priced, and the rule decides instead of the least time of this one request.
+    Of equally fast ones that is one without a shift. A kept prefix is not read again, but has to be moved where its
+    layout is not that of the prefill. Where weights migrate (`regret`), moves are priced, and the rule decides instead
+    of the least time of this one request.
     """
     open_journeys = journeys(ranks, forced_prefill, forced_decode, allowed)
     if len(open_journeys) == 1 or costs is None:
@@ -90,14 +103,17 @@ def choose(
     found = forecasts(task, costs, open_journeys, plans, regret)
     if not found:
         best, reason = open_journeys[0], _told_missing(costs, open_journeys)
-    elif regret is not None:
+        return Choice(*best, reason, plans[best[0]], found, regret)
+    if regret is not None:
         best, after = _by_regret(found, regret)
-        reason = _reason(best, found, task, _told_regret(best, regret, after))
-        regret = after
+        why, regret = _told_regret(best, regret, after), after
     else:
-        best = min(found, key=lambda journey: found[journey].seconds)
-        reason = _reason(best, found, task, "is predicted fastest")
-    return Choice(*best, reason, plans[best[0]], found, regret)
+        best = min(found, key=lambda journey: (found[journey].seconds, journey[0] is not journey[1]))
+        why = "is predicted fastest"
+    compared = {journey: found[journey] for journey in distinct(found, task.steps, best)}
+    if len(compared) < len(found) and len(compared) == 1:
+        why = "is as good as any other pair"
+    return Choice(*best, _reason(best, compared, task, why), plans[best[0]], compared, regret)
 
 
 def told_forecasts(found: Mapping[Journey, Forecast]) -> tuple[JourneyForecast, ...]:
@@ -143,7 +159,8 @@ def _without_comparing(
         asked = forced_prefill is not None and forced_decode is not None
         return open_journeys[0], "asked for" if asked else "the only layouts that there is memory for"
     usual = task.kept.layout if task.kept is not None else Layout.LAYER
-    journey = forced_prefill or usual, forced_decode or Layout.TENSOR
+    prefill = forced_prefill or usual
+    journey = prefill, forced_decode or (Layout.TENSOR if task.steps else prefill)
     return journey if journey in open_journeys else open_journeys[0], "costs not measured: the usual layouts"
 
 

@@ -12,7 +12,7 @@ from ...coordinator.chunks.plan import Auto, ChunkRule
 from ...coordinator.driver import Driver
 from ...coordinator.generation import FinishedEvent, GenerationRequest, TokenEvent
 from ...coordinator.one_request import generate
-from ...coordinator.policy.policy import Journey, journeys
+from ...coordinator.policy.policy import Journey, distinct, journeys
 from ...coordinator.trace import Stretch, Trace, TraceEvent
 from ...proto.errors import RequestFailedError
 from ...proto.generation_result import GenerationResult
@@ -42,9 +42,16 @@ class Combination:
 AUTO = Combination(None, None)
 
 
-def combinations(ranks: int, allowed: Sequence[Journey] | None = None) -> tuple[Combination, ...]:
-    """All fixed ones that so many workers know and (`allowed`) have room for, then auto."""
-    return (*(Combination(prefill, decode) for prefill, decode in journeys(ranks, None, None, allowed)), AUTO)
+def combinations(
+    ranks: int, allowed: Sequence[Journey] | None = None, answer_tokens: int | None = None
+) -> tuple[Combination, ...]:
+    """All fixed ones that so many workers know and (`allowed`) have room for, then auto.
+
+    Of those that do the same work for an answer of so many tokens one.
+    """
+    steps = 1 if answer_tokens is None else answer_tokens - 1
+    pairs = distinct(journeys(ranks, None, None, allowed), steps)
+    return (*(Combination(prefill, decode) for prefill, decode in pairs), AUTO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,11 @@ class TimedRun:
     def took(self) -> Combination:
         """The pair that was run: what auto chose, or what was asked for."""
         return Combination(self.result.prefill.layout, self.result.decode.layout)
+
+    @property
+    def answer_tokens_per_second(self) -> float | None:
+        """Behind the first one; None: there were none."""
+        return self.result.decode.tokens_per_second if self.result.decode.steps else None
 
     @property
     def exposed_seconds(self) -> float:

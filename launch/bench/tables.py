@@ -137,11 +137,16 @@ def _row(combination: Combination, runs: Sequence[TimedRun]) -> list[str]:
         f"{wall.median:.3f}",
         f"{wall.low:.3f} - {wall.high:.3f}",
         f"{Spread.of(run.result.prefill.tokens_per_second for run in runs).median:,.0f}",
-        f"{Spread.of(run.result.decode.tokens_per_second for run in runs).median:,.1f}",
+        _answer_rate(runs),
         exposed,
         hidden,
         chunks_text(runs[-1].result.prefill.chunks),
     ]
+
+
+def _answer_rate(runs: Sequence[TimedRun]) -> str:
+    rates = [run.answer_tokens_per_second for run in runs if run.answer_tokens_per_second is not None]
+    return f"{Spread.of(rates).median:,.1f}" if rates else "-"
 
 
 def _median_ms(runs: Sequence[TimedRun], name: str) -> str:
@@ -222,7 +227,7 @@ def _run_facts(run: TimedRun) -> dict[str, Any]:
         "plan_seconds": run.plan_seconds,
         "predicted_seconds": run.predicted_seconds,
         "prompt_tokens_per_second": run.result.prefill.tokens_per_second,
-        "answer_tokens_per_second": run.result.decode.tokens_per_second,
+        "answer_tokens_per_second": run.answer_tokens_per_second,
         "shift_exposed_seconds": run.exposed_seconds,
         "shift_hidden_seconds": run.hidden_seconds,
         "chunks": list(run.result.prefill.chunks),
@@ -237,10 +242,11 @@ def bench_csv(bench: Bench) -> str:
     for run in bench.runs:
         predicted = "" if run.predicted_seconds is None else f"{run.predicted_seconds:.6f}"
         chunks = " ".join(map(str, run.result.prefill.chunks))
+        answer = run.answer_tokens_per_second
         writer.writerow([
             "gearshift", run.combination.name, run.took.prefill, run.took.decode, run.round, run.seed,
             f"{run.wall_seconds:.6f}", f"{run.result.prefill.tokens_per_second:.3f}",
-            f"{run.result.decode.tokens_per_second:.3f}", f"{1e3 * run.exposed_seconds:.4f}",
+            "" if answer is None else f"{answer:.3f}", f"{1e3 * run.exposed_seconds:.4f}",
             f"{1e3 * run.hidden_seconds:.4f}", predicted, f"{1e3 * run.plan_seconds:.4f}", chunks,
         ])  # fmt: skip
     for row in bench.peer:

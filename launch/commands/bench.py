@@ -172,7 +172,7 @@ def _timed(
     from ..bench.runs import collect_stretches, combinations, interleaved
 
     driver = session.driver
-    taken = combinations(session.placement.ranks, driver.settings.journeys)
+    taken = combinations(session.placement.ranks, driver.settings.journeys, answer)
     collector = collect_stretches(driver, session.trace)
     note(f"warming up: each pair once with {prompt} + {min(answer, WARM_UP_ANSWER_TOKENS)} tokens, from seed {seed}")
     warm_up = interleaved(

@@ -25,7 +25,7 @@ from ..doctor.card_process import nccl_case
 from ..settings.options import Device, GroupSettings, LayoutSettings
 from ..settings.settings import Settings
 from ..settings.user_folders import costs_folder
-from ..start.cost_cache import placement_digest, speed_variables
+from ..start.cost_cache import MEASURED, placement_digest, speed_variables
 from ..start.fitting import GroupPlan, names_no_shares
 from ..start.models import open_files
 from ..start.session_setup import check_kv_format, chosen_context, open_model, open_session
@@ -92,8 +92,9 @@ def costs_of_model(
     if kept is not None:
         computed = kept[1].facts.get("compute_type")
         return _planned(plan, wish, kept[1], f"measured earlier on this machine, computing in {computed} ({kept[0]})")
-    with open_session(open_model(model), settings, layouts, wish) as session:
+    with open_session(open_model(model), settings, layouts, wish, measure=True) as session:
         driver = session.driver
+        assert driver.costs is not None
         facts = {
             "devices": [hello.device for hello in session.cluster.hellos],
             "compute_type": str(session.loaded.compute_type),
@@ -101,7 +102,7 @@ def costs_of_model(
         }
         if session.loaded.without_nccl:
             facts["without_nccl"] = True
-        file = CostFile(driver.costs or driver.measure_costs().costs, facts)
+        file = CostFile(driver.costs, facts)
     return _planned(plan, wish, file, "measured now")
 
 
@@ -159,6 +160,7 @@ def kept_costs(
         "threads": settings.threads,
         "gearshift": __version__,
         "protocol": PROTOCOL_VERSION,
+        "measured": MEASURED,
         "environment": speed_variables(environment),
         "links": to_builtins(settings.link_options),
     }

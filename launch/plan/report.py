@@ -143,8 +143,6 @@ def _journey_table(outlook: Outlook) -> "Table":
     for column in (*first, "prompt, s", "exposed shift, s", "answer, s", "in all, s", "tok/s"):
         table.add_column(column, justify="right")
     for journey in sorted(outlook.forecasts, key=lambda one: outlook.forecasts[one].seconds):
-        if outlook.task.steps == 0 and journey[0] is not journey[1]:
-            continue  # the first token comes with the prompt: nothing is shifted for no step
         forecast = outlook.forecasts[journey]
         parts = (*([forecast.constant] if constant else []), *([forecast.back] if moves_first else []))
         seconds = (*parts, forecast.prefill, forecast.exposed, forecast.decode, forecast.seconds)
@@ -176,12 +174,12 @@ def _measured_line(outlook: Outlook | None) -> list[str]:
     """What the plan with another shift is to be compared with."""
     if outlook is None or outlook.break_even is None:
         return []
-    found = outlook.forecasts[outlook.break_even.shift]
-    exposed = (
+    found = outlook.forecasts.get(outlook.break_even.shift)  # None: of an answer of one token nothing is shifted
+    told = [] if found is None else [
         f"{_arrow(outlook.break_even.shift)} takes {found.seconds:.4g} s, {found.exposed:.3g} s of it exposed"
-    )
-    chosen = f"the choice is {_arrow(outlook.chosen)}"
-    return [f"with the shift as measured: {exposed}; {chosen}; {_told_break_even(outlook.break_even)}"]
+    ]
+    told += [f"the choice is {_arrow(outlook.chosen)}", _told_break_even(outlook.break_even)]
+    return [f"with the shift as measured: {'; '.join(told)}"]
 
 
 def _chunk_lines(outlook: Outlook) -> list[str]:

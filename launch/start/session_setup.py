@@ -129,15 +129,15 @@ def open_session(
     gather: StartGroup | None = None,
     trace_path: str | None = None,
     restarts: int = 0,
-    measure: bool = True,
+    measure: bool | None = None,
     ahead: AgentAhead | None = None,
 ) -> Iterator[RunningModel]:
     """Start the workers, load the model on them, measure what has to be known; on leaving nothing is left of them.
 
     All that the user can have got wrong is refused before a worker is started. `gather` waits for workers that were
     started elsewhere instead. Where there is a `trace_path`, requests are traced there. A group that is lost under a
-    request is started again up to `restarts` times. Not `measure`: the caller does. `ahead`: an agent that the first
-    group can have.
+    request is started again up to `restarts` times. `measure` what work costs: None where it has to be known, True in
+    any case, False where the caller does. `ahead`: an agent that the first group can have.
     """
     wish = ContextWish(context, asked=True) if isinstance(context, int) else context
     spec = build_spec(opened.files, wish.tokens)
@@ -193,7 +193,7 @@ def open_session(
             loaded = driver.load(show)
         _tell_loaded(spec, loaded, context_tokens)
         costs = None
-        if measure and costs_are_needed(settings.workers, layouts):
+        if costs_are_needed(settings.workers, layouts) if measure is None else measure:
             costs = settle_costs(driver, cluster.now, placement, loaded, settings)
             _tell_differences(driver, cluster.hellos, settings, device_kind)
             if costs.measured and device_kind != "cpu":

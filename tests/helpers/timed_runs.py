@@ -23,13 +23,14 @@ def timed_run(
     predicted: float | None = None,
     stretches: tuple[Stretch, ...] = (),
     began: float = 0.0,
+    steps: int = 9,
 ) -> TimedRun:
     """A run of `seconds`, half of them prompt; with a shift of 20 ms, 5 of them exposed, where the layouts differ."""
     shift = ShiftResult(prefill, decode, 0.02, 0.005, 1 << 20, 0) if prefill is not decode else None
     result = GenerationResult(
         100, (), FinishReason.LENGTH,
         PrefillResult(prefill, (64, 36), seconds / 2, 200 / seconds, "why", "how", (), 0, 0.4 * seconds), shift,
-        DecodeResult(decode, 9, seconds / 2, 18 / seconds, seconds / 2),
+        DecodeResult(decode, steps, seconds / 2, 2 * steps / seconds, seconds / 2),
         policy=(JourneyForecast(prefill, decode, predicted, 0.0, 0.0, 0.0, 0.0),) if predicted is not None else (),
     )  # fmt: skip
     combination = AUTO if auto else Combination(prefill, decode)

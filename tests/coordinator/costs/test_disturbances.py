@@ -1,7 +1,9 @@
 """A request that something disturbed changes no choice; a machine that has changed is known after a few requests."""
 
+import gc
 from dataclasses import dataclass, field, replace
 from random import Random
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -158,6 +160,20 @@ def test_what_is_quicker_is_known_by_the_next_request() -> None:
     assert times_as_long(machine.costs) == pytest.approx([1.0] * 3, rel=0.25)
     machine.run(1.0, (Layout.LAYER, Layout.LAYER))
     assert times_as_long(machine.costs) == pytest.approx([1.0] * 3, rel=0.1)
+
+
+@pytest.mark.parametrize("pair", [(Layout.LAYER, Layout.LAYER), (Layout.TENSOR, Layout.TENSOR)])
+def test_what_is_kept_back_of_a_slow_request_holds_none_of_its_prompt(pair: tuple[Layout, Layout]) -> None:
+    machine = Machine()
+    machine.run()
+    machine.run(3.0, pair)
+    found, left = {id(machine.known)}, [machine.known]
+    while left:
+        one = left.pop()
+        assert not isinstance(one, Chunk | Batch | BatchEntry)
+        inner = [held for held in gc.get_referents(one) if not isinstance(held, type | ModuleType | FunctionType)]
+        left += [held for held in inner if id(held) not in found]
+        found |= {id(held) for held in inner}
 
 
 def test_a_layout_that_stays_slower_is_left() -> None:

@@ -1,7 +1,9 @@
 """What work takes beside chunks and steps follows recent ticks and requests."""
 
+from dataclasses import replace
+
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, OverheadCost, ShiftCost, StepCost
 from gearshift.coordinator.costs.known_costs import KnownCosts
@@ -84,6 +86,25 @@ def test_a_stall_throughout_a_prompt_is_not_believed_whole() -> None:
     assert START.chunk_seconds < now(known).chunk_seconds <= 4 * 4 * START.chunk_seconds
 
 
+@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("slow_from", range(0, 12, 2))
+def test_a_spell_of_slow_ticks_while_two_prompts_follow_each_other_moves_nothing(slow_from: int, stages: int) -> None:
+    """In a pipeline first ranks read the second prompt while last ones are at the first: they report by turns."""
+    known = KnownCosts()
+    known.use(replace(COSTS, stages=(ChunkCost(1.0, 0.0),) * stages, overhead=replace(START, chunk_seconds=1e-3)))
+    sequence = 0
+    for together in (*([request] for request in range(6)), [6, 7]):
+        chunks = [Chunk(RequestId(one), 64 * number, (1,) * 64) for one in together for number in range(6)]
+        for tick in range(len(chunks) + stages - 1):
+            of_stage = tuple(chunks[tick - s] if 0 <= tick - s < len(chunks) else None for s in range(stages))
+            slow = len(together) > 1 and slow_from <= tick < slow_from + 5
+            reports = [report(rank, sequence, 1.0, 0.0, 4e-3 if slow else 1e-3) for rank in range(stages)]
+            tell(known, RunTick(sequence, of_stage), *reports)
+            sequence += 1
+        sequence += 1
+    assert now(known).chunk_seconds == 1e-3
+
+
 def test_what_is_before_a_prompt_is_not_beside_its_chunks() -> None:
     known = known_costs()
     for sequence in range(0, 20, 2):  # no two of them in ticks behind one another
@@ -146,7 +167,7 @@ def test_what_shifted_requests_take_more_is_a_part_of_its_own() -> None:
 def test_requests_in_which_something_was_run_for_the_first_time_say_nothing() -> None:
     known = known_costs()
     for number in range(5):
-        first = replace(report(0, number, 1.0, 0.0, 9.0), first_runs=2)
+        first = structs.replace(report(0, number, 1.0, 0.0, 9.0), first_runs=2)
         tell(known, RunTick(number, tensor_chunk=Chunk(ONE, 0, (1,) * 64)), first, report(1, number, 1.0, 0.0, 9.0))
         known.request_ended(RequestOverhead(9e-3, shifted=False))
     assert now(known) == START

@@ -58,6 +58,37 @@ def test_what_was_asked_for_is_taken_without_costs(prefill: Layout, decode: Layo
     assert (choice.prefill, choice.decode, choice.reason) == (prefill, decode, "asked for")
 
 
+def test_a_tie_goes_to_the_pair_without_a_shift() -> None:
+    stages = (ChunkCost(2.0, 0.0),) * 2
+    even = replace(COSTS, tensor_prefill=ChunkCost(5.0, 0.0), stages=stages, to_tensor=ShiftCost(1.0))
+    choice = pick(even, prompt=30, output=1000)
+    assert choice.predicted[Layout.LAYER, Layout.TENSOR] == choice.predicted[Layout.TENSOR, Layout.TENSOR]
+    assert (choice.prefill, choice.decode) == (Layout.TENSOR, Layout.TENSOR)
+
+
+@pytest.mark.parametrize("prefill", list(Layout))
+def test_an_answer_of_one_token_is_where_its_prompt_was_read(prefill: Layout) -> None:
+    """It comes with the prompt: pairs that read alike do the same work, and are compared as one."""
+    quick = {Layout.LAYER: COSTS, Layout.TENSOR: replace(COSTS, tensor_prefill=ChunkCost(1e-4, 1e-5))}[prefill]
+    choice = pick(quick, output=1)
+    assert (choice.prefill, choice.decode) == (prefill, prefill)
+    assert set(choice.predicted) == {(layout, layout) for layout in Layout}
+    assert "->".join(Layout) not in choice.reason
+    asked = pick(quick, output=1, prefill=prefill)
+    assert asked.reason.startswith(f"{prefill}->{prefill} is as good as any other pair for 2000 tokens and 0 steps: ")
+    asked = pick(quick, output=1, decode=Layout.TENSOR)
+    assert (asked.prefill, asked.decode) == (prefill, Layout.TENSOR)
+    assert pick(None, output=1).decode is Layout.LAYER
+
+
+def test_an_answer_of_one_token_takes_nothing_off_the_regret_of_weights_that_stay() -> None:
+    regret = Regret(Layout.LAYER, 100.0, 100.0, 3.0)
+    choice = migrating(replace(COSTS, tensor_prefill=ChunkCost(0.0, 1e-4)), 2000, 1, regret)
+    assert (choice.prefill, choice.decode) == (Layout.LAYER, Layout.LAYER)
+    assert choice.regret is not None
+    assert choice.regret.seconds > 3.0
+
+
 def test_one_forced_layout_leaves_the_other_free() -> None:
     choice = pick(COSTS, prefill=Layout.TENSOR)
     assert choice.prefill is Layout.TENSOR

@@ -60,6 +60,20 @@ def test_every_combination_has_one_turn_a_round_and_none_always_follows_the_same
     assert [one.name for one in combinations(2, [(LAYER, LAYER)])] == ["layer->layer", "auto"]
 
 
+def test_of_an_answer_of_one_token_pairs_that_read_alike_have_one_turn() -> None:
+    assert [one.name for one in combinations(2, None, 1)] == ["layer->layer", "tensor->tensor", "auto"]
+    assert [one.name for one in combinations(2, [(LAYER, TENSOR)], 1)] == ["layer->tensor", "auto"]
+    assert combinations(2, None, 2) == combinations(2)
+
+
+def test_an_answer_of_one_token_has_no_rate() -> None:
+    runs = [timed_run(LAYER, LAYER, 1.0, steps=0), timed_run(LAYER, LAYER, 1.0, steps=0, auto=True)]
+    bench = Bench("m", 1, 1, ("cpu",), tuple(runs))
+    assert list(bench_table(bench).columns[4].cells) == ["-", "-"]
+    assert [one["runs"][0]["answer_tokens_per_second"] for one in bench_facts(bench)["combinations"]] == [None, None]
+    assert [row["answer_tokens_per_second"] for row in csv.DictReader(io.StringIO(bench_csv(bench)))] == ["", ""]
+
+
 def test_prompts_follow_from_their_seed_and_keep_off_special_tokens() -> None:
     assert made_up_prompt(3, 50, 5000) == made_up_prompt(3, 50, 5000) != made_up_prompt(4, 50, 5000)
     assert min(made_up_prompt(3, 500, 5000)) >= 1000

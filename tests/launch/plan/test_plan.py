@@ -118,6 +118,27 @@ def test_a_person_is_shown_a_table_the_reason_and_who_works_when(
     assert max(map(len, told.splitlines())) <= 200
 
 
+def test_of_an_answer_of_one_token_pairs_that_read_alike_are_one_and_the_row_of_the_choice_is_marked(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--costs", costs_file, "-p", "30", "--chunk", "10", "-n", "1")
+    for asked, chosen in (
+        ((), ("layer", "layer")),
+        (("--prefill", "tensor"), ("tensor", "tensor")),
+        (("--decode", "tensor"), ("layer", "tensor")),
+    ):
+        facts = facts_of(capsys, *words, *asked)
+        assert (facts["prefill"], facts["decode"]) == chosen
+        assert len(facts["journeys"]) == 2
+        assert run_command(["plan", *map(str, words), *asked]) == 0
+        told = capsys.readouterr().out
+        (row,) = (line.split() for line in told.splitlines() if "chosen │" in line)
+        assert row[1:6:2] == ["chosen", *chosen]
+        assert f"choice: {'->'.join(chosen)} is " in told
+    assert run_command(["plan", *map(str, words), "--shift-seconds", "9"]) == 0
+    assert "with the shift as measured: the choice is layer->layer; layer->tensor overtakes" in capsys.readouterr().out
+
+
 def test_another_shift_can_be_asked_about(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = facts_of(capsys, "--costs", costs_file, *WORDS, "--shift-seconds", "9")
     assert (facts["prefill"], facts["decode"]) == ("layer", "layer")
@@ -380,7 +401,7 @@ def test_f27_shares_of_57_and_43_on_cards_that_are_not_here_fall_back_to_the_lay
     path = tmp_path / "costs.json"
     there = {} if free_mebibytes is None else {"device_free_bytes": [one << 20 for one in free_mebibytes]}
     write_costs(path, COSTS, {"devices": ["a card", "a card"], **there})
-    words = ("demo", "--workers", "2", "--costs", path, "-p", "400", "-n", "64", "--context", "2048")
+    words = ("demo", "--workers", "2", "--costs", path, "-p", "400", "-n", "64", "--context", "2048", "--chunk", "200")
     shares = ("--layer-share", "57,43", "--tensor-share", "57,43", "--max-chunk", "512")
     facts = facts_of(capsys, *words, *shares, *(() if limits is None else ("--memory-limit", limits)))
     assert told in facts["memory_told"][0]

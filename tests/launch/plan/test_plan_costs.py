@@ -16,6 +16,7 @@ from gearshift.coordinator.group.load_result import LoadResult
 from gearshift.launch.plan.costs import kept_costs
 from gearshift.launch.plan.timed_points import TimedChunks, timed_chunks
 from gearshift.launch.settings.options import Device, GroupSettings, group_settings
+from gearshift.launch.start import cost_cache
 from gearshift.launch.start.cost_cache import cost_facts, cost_path, keep_costs
 from gearshift.proto.ids import ComputeType, KvType, Rank
 from gearshift.proto.kv import KvFormat
@@ -92,6 +93,15 @@ def test_costs_of_other_groups_are_not() -> None:
         group_settings(workers=2, no_peer=True),
     ):
         assert found(other) is None
+
+
+def test_costs_of_another_way_of_measuring_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(cost_cache, "MEASURED", cost_cache.MEASURED - 1)
+        keep(1.0)
+    assert found() is None
+    keep(2.0)
+    assert found() == 2.0
 
 
 def test_the_newest_is_taken_but_one_that_lay_as_it_would_now_goes_before() -> None:
