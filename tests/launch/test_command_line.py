@@ -67,6 +67,7 @@ def test_help_and_inspect_never_import_torch() -> None:
         (["unknown"], "unknown"),
         (["inspect", "demo", "--workers", "2", "--tensor-share", "1,x"], "--tensor-share"),
         (["tokenize", "demo"], "--prompt"),
+        (["perplexity", "demo"], "give the text by one of --file and --tokens-file; none was given"),
     ],
 )
 def test_a_bad_word_ends_with_two_and_one_line_that_names_it(
