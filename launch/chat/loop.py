@@ -12,7 +12,10 @@ from ..processes.signals import interrupts_noted
 from .backend import ChatAnswer, ChatBackend
 from .terminal import ChatTerminal
 
-HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer; all else is sent as it stands."
+HELP = (
+    "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this again; "
+    "all else is sent as it stands."
+)
 
 
 def converse(backend: ChatBackend, terminal: ChatTerminal, first: Sequence[Message]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gearshift.coordinator.chat.messages import Message
 from gearshift.launch.chat.backend import ChatAnswer
-from gearshift.launch.chat.loop import converse
+from gearshift.launch.chat.loop import HELP, converse
 from gearshift.launch.chat.setup import first_messages, parse_template_options
 from gearshift.launch.chat.terminal import ChatTerminal
 from gearshift.launch.processes.signals import exit_on_signals, interrupts_noted
@@ -94,6 +94,14 @@ def test_clear_keeps_the_system_message_alone() -> None:
     talk(backend, "a", "/clear", "b", "/exit", "c", first=[{"role": "system", "content": "s"}])
     assert roles(backend.asked[1]) == ["system", "user"]
     assert len(backend.asked) == 2
+
+
+def test_help_names_every_word_that_is_not_sent() -> None:
+    backend = FakeBackend()
+    terminal = talk(backend, "/help", "/clear", "/exit")
+    assert backend.asked == []
+    assert terminal.told[0] == HELP
+    assert all(word in HELP for word in ("/help", "/clear", "/exit"))
 
 
 def test_other_words_with_a_slash_are_sent_as_they_stand() -> None:
