@@ -9,7 +9,7 @@ from ..proto.errors import InputError, RequestFailedError
 from ..proto.ranges import LayerRange
 from .console import busy, note, stderr_console, warn
 from .prompts import PromptText, PromptTokens
-from .settings.options import GROUP_FLAGS, flags_named, parse_logit_bias
+from .settings.options import GROUP_FLAGS, flags_named, parse_layouts, parse_logit_bias
 from .settings.settings import SAMPLING_SETTINGS, Settings, Source
 from .settings.user_folders import current_settings
 
@@ -85,7 +85,11 @@ def _options(run: RemoteRun, chosen: Settings) -> dict[str, Any]:
 
 
 def settings_options(chosen: Settings, further: Sequence[str]) -> dict[str, Any]:
-    """Sampling and `further` settings as the client takes them, where the user set them; all else is the group's."""
+    """Sampling and `further` settings as the client takes them, where the user set them; all else is the group's.
+
+    `InputError` names the flag, variable or key of layouts and chunks that cannot be.
+    """
+    parse_layouts(chosen)
     options: dict[str, Any] = {}
     for name in (*(setting.name for setting in SAMPLING_SETTINGS), *further):
         value = chosen.values[name]
