@@ -128,10 +128,10 @@ def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> Non
         result = answer.result()
     if not run.as_json:
         output.end_answer()
-    _tell(client, run, result)
+    _tell(client, run, result, seed_is_drawn="seed" not in options)
 
 
-def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
+def _tell(client: "Client", run: RemoteRun, told: "AnswerResult", seed_is_drawn: bool) -> None:
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
     from .report import memory_table, phase_table, reason_lines, run_facts
@@ -143,10 +143,14 @@ def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
         MemoryReported(Rank(rank.rank), rank.planned_bytes, rank.peak_bytes, rank.anonymous_bytes) for rank in ranks
     ]
     if run.as_json:
-        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning)
+        facts = run_facts(
+            told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning, seed=told.seed
+        )
         print(json.dumps(facts, ensure_ascii=False))
     if result.warning is not None:
         warn(result.warning)
+    if seed_is_drawn:
+        note(f"seed {told.seed} (drawn by the coordinator)")
     for line in reason_lines(result):
         note(line)
     stderr_console().print(phase_table(result))

@@ -85,4 +85,6 @@ def _summary(answer: ChatAnswer) -> str:
         text += ", stopped"
     elif answer.at_limit:
         text += ", cut off at the limit"
+    if answer.drawn_seed is not None:
+        text += f", seed {answer.drawn_seed}"
     return f"{text}; warning: {answer.warning}" if answer.warning else text

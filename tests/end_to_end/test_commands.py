@@ -29,6 +29,20 @@ def assert_equal_up_to_a_near_tie(tokens: list[int], steps: list[dict[str, Any]]
             return
 
 
+def test_a_run_tells_once_of_an_answer_cut_short_and_of_the_seed_it_drew(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ["run", tiny_model("llama-yarn"), "--tokens-file", tokens_file(tmp_path, [1, 2, 3]), "--context", "8"]
+    words += ["-n", "20", "--ignore-eos", "--json", "--threads", "1"]
+    done = gearshift(*words, "--seed", "-1")
+    facts = json.loads(done.stdout)
+    assert facts["warning"] == "behind a prompt of 3 tokens a context of 8 holds 6 tokens of answer, not 20"
+    assert done.stderr.count(facts["warning"]) == 1
+    assert f"seed {facts['seed']} (drawn: --seed is -1)" in done.stderr
+    again = json.loads(gearshift(*words, "--seed", str(facts["seed"])).stdout)
+    assert (again["seed"], again["text"]) == (facts["seed"], facts["text"])
+
+
 def test_a_prompt_read_by_layers_is_answered_by_tensor_parallelism(golden_dir: Path) -> None:
     wanted = golden(golden_dir, "smollm2-135m-q4_1")["greedy"]["code"]["f32"]
     layouts = ("--workers", "2", "--prefill", "layer", "--decode", "tensor", "--verify-shift")
