@@ -11,6 +11,7 @@ import pytest
 from gearshift.launch.commands.application import app
 from gearshift.tests.helpers.commands import answer, cost, gearshift, tokens_file
 from gearshift.tests.helpers.layouts import some_ids
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.trace_checks import read_trace, total_seconds
 
 NEAR_TIE = 0.02  # of two logprobs
@@ -272,7 +273,7 @@ def test_the_answer_has_as_many_tokens_as_asked_and_as_the_context_holds(
 def test_logits_are_those_of_the_reference_across_the_shift(
     tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference = np.load(tiny_reference("qwen3-qknorm"))
+    reference = read_npz(tiny_reference("qwen3-qknorm"))
     ids, out = tokens_file(tmp_path, reference["ids"].tolist()), tmp_path / "logits.bin"
     gearshift(
         "logits", tiny_model("qwen3-qknorm"), "--tokens-file", ids, "--prompt-length", "37", "--out", out,
