@@ -1,6 +1,8 @@
 """What benchmarks that start a group of workers take alike."""
 
 import argparse
+import os
+from importlib.util import find_spec
 from typing import Any
 
 from gearshift.launch.settings.options import Device, GroupSettings, group_settings
@@ -32,3 +34,16 @@ def settings_of(options: argparse.Namespace, **more: Any) -> GroupSettings:
 def numbers(text: str) -> tuple[int, ...]:
     """`128,1024`."""
     return tuple(int(word) for word in text.split(","))
+
+
+def refuse_without_triton(parser: argparse.ArgumentParser, interpreted: bool = False) -> None:
+    """End with a line that says what is missing: Triton, or a CUDA device. `interpreted`: Triton's interpreter does."""
+    if find_spec("triton") is None:
+        parser.exit(2, f"{parser.prog}: Triton is missing; a PyTorch with CUDA brings it, or: pip install triton\n")
+    if interpreted and os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        instead = ", or TRITON_INTERPRET=1" if interpreted else ""
+        parser.exit(2, f"{parser.prog}: a CUDA device is needed{instead}\n")

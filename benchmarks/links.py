@@ -1,9 +1,10 @@
 """How long the links between CPU ranks of this host take: our shared memory beside gloo.
 
-usage: python benchmarks/links.py [ranks]
+python -m gearshift.benchmarks.links [RANKS]
 Prints a table of medians (and 10th to 90th percentile) in µs, then one JSON line.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -108,7 +109,9 @@ def run(size: int, way: str) -> dict[str, tuple[float, float, float]]:
 
 
 def main() -> None:
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="?", default=2)
+    size = parser.parse_args().ranks
     results = {way: run(size, way) for way in ("shared", "distributed")}
     print(f"{size} ranks; µs, median (10th to 90th percentile)")
     print(f"{'':38}{'shared memory':>30}{'gloo':>30}")

@@ -7,6 +7,7 @@ from ..proto.generation_result import GenerationResult, JourneyForecast
 from ..proto.ids import Layout, RequestId
 from ..proto.reports import LogitRows, SampledToken, Scores
 from ..proto.sampling import SamplingParameters
+from ..proto.words import counted
 from .chunks.plan import Auto, ChunkRule
 from .residency.regret import Regret
 
@@ -80,6 +81,14 @@ class RequestPlan:
         return self.kept.layout if self.kept is not None else self.prefill
 
     @property
+    def cut(self) -> str | None:
+        """In words, that the context allows less of an answer than was asked for."""
+        asked, prompt = self.request.max_tokens, len(self.request.prompt)
+        if asked is None or asked <= self.max_tokens:
+            return None
+        return told_cut(prompt, prompt + self.max_tokens - 1, asked)  # the last token is never fed: it needs no cell
+
+    @property
     def decode_steps(self) -> int:
         """Decode steps at most: the first token comes from the prompt's last chunk."""
         return len(self.request.forced) or max(0, self.max_tokens - 1)
@@ -88,6 +97,12 @@ class RequestPlan:
     def cells(self) -> int:
         """Positions that keys and values are written for at most."""
         return len(self.request.prompt) + self.decode_steps
+
+
+def told_cut(prompt_tokens: int, context_tokens: int, asked_tokens: int) -> str:
+    """Of an answer that is longer than the context holds behind its prompt."""
+    held = f"{counted(context_tokens - prompt_tokens + 1, 'token')} of answer, not {asked_tokens}"
+    return f"behind a prompt of {counted(prompt_tokens, 'token')} a context of {context_tokens} holds {held}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,17 @@ def build_result(session: Session, times: RequestTimes) -> GenerationResult:
         shift=shift,
         policy=plan.forecasts,
         decode=_decode(session, times, shift.exposed_seconds if shift else 0.0),
-        warning=session.warning,
+        warning=_warning(session),
         error=session.error,
         moved_back=moved_back,
         shift_failure=session.shift_failure,
     )
+
+
+def _warning(session: Session) -> str | None:
+    """A line for each thing that did not go as asked."""
+    cut = session.plan.cut if session.finish_reason is FinishReason.LENGTH else None
+    return "\n".join(text for text in (session.warning, cut) if text) or None
 
 
 def _prefill(session: Session, times: RequestTimes) -> PrefillResult:

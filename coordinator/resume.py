@@ -27,6 +27,7 @@ class Resumed:
 
     request: GenerationRequest
     limit: int  # tokens to write, of which those already written are part
+    cut: str | None  # where the context sets the limit
     tokens: tuple[SampledToken, ...] = ()
     story: GenerationResult | None = None  # up to here; None: no token has come
     causes: tuple[str, ...] = ()  # one for each group that was lost
@@ -35,7 +36,7 @@ class Resumed:
     @classmethod
     def first(cls, session: Session) -> "Resumed":
         """Before anything was lost."""
-        return cls(session.plan.request, session.plan.max_tokens)
+        return cls(session.plan.request, session.plan.max_tokens, session.plan.cut)
 
     def after(self, session: Session, result: GenerationResult, cause: str) -> "Resumed":
         """Another group is lost, for `cause`. `session` and `result` are the last group's own."""
@@ -51,7 +52,8 @@ class Resumed:
 
     def told(self, result: GenerationResult) -> GenerationResult:
         """The whole story, where `result` is the continuation's: the prompt counts once, the answer is one."""
-        warning = "\n".join(text for text in (self._warning(), result.warning) if text) or None
+        cut = self.cut if result.finish_reason is FinishReason.LENGTH and self.stopped_at is None else None
+        warning = "\n".join(text for text in (self._warning(), result.warning, cut) if text) or None
         if self.story is None:
             return replace_struct(result, warning=warning, restarts=len(self.causes))
         stopped = self.stopped_at is not None

@@ -6,6 +6,7 @@ Run it on an idle machine; the first round warms up and is not shown.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
@@ -15,6 +16,7 @@ from gearshift.coordinator.generation import FinishedEvent, GenerationRequest
 from gearshift.coordinator.one_request import generate
 from gearshift.launch.settings.options import Device, group_settings, layout_settings
 from gearshift.launch.start.session_setup import open_model, open_session
+from gearshift.proto.errors import GearshiftError
 from gearshift.proto.generation_result import GenerationResult
 from gearshift.proto.ids import Layout
 from gearshift.proto.sampling import SamplingParameters
@@ -63,4 +65,7 @@ def _run(driver: Driver, prompt: Sequence[int], max_tokens: int, prefill: Layout
 
 
 if __name__ == "__main__":  # workers are processes: importing this file must start nothing
-    main()
+    try:
+        main()
+    except GearshiftError as error:  # a model that is not there, say: its message is for whoever reads
+        sys.exit(str(error))

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import sys
 
 from gearshift.coordinator.generation import GenerationRequest
 from gearshift.coordinator.tokenizer.text_stream import TextStream
@@ -11,6 +12,7 @@ from gearshift.launch.answer import follow
 from gearshift.launch.settings.options import Device, group_settings, layout_settings
 from gearshift.launch.settings.sampling_settings import choose_sampling
 from gearshift.launch.start.session_setup import open_model, open_session
+from gearshift.proto.errors import GearshiftError
 
 
 def main() -> None:
@@ -39,4 +41,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # workers are processes: importing this file must start nothing
-    main()
+    try:
+        main()
+    except GearshiftError as error:  # a model that is not there, say: its message is for whoever reads
+        sys.exit(str(error))

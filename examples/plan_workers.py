@@ -4,10 +4,11 @@
 """
 
 import argparse
+import sys
 
 from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.model.spec import build_spec
-from gearshift.proto.errors import InputError
+from gearshift.proto.errors import GearshiftError, InputError
 from gearshift.proto.placement.cuts import place
 from gearshift.proto.placement.memory import describe
 
@@ -35,4 +36,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GearshiftError as error:  # a model that is not there, say: its message is for whoever reads
+        sys.exit(str(error))

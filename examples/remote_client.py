@@ -6,8 +6,10 @@
 
 import argparse
 import asyncio
+import sys
 
 import gearshift
+from gearshift.proto.errors import GearshiftError
 
 PROMPTS = ("The capital of France is", "The capital of Italy is", "Water boils at", "Once upon a time")
 
@@ -43,4 +45,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GearshiftError as error:  # a model that is not there, say: its message is for whoever reads
+        sys.exit(str(error))

@@ -11,7 +11,7 @@ from .processes.standard_streams import READER_IS_GONE, drop_output, open_standa
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process with its exit code."""
-    open_standard_streams()
+    open_standard_streams(output_matters=True)
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = run_command(words)
     if code > SIGNAL_EXIT_CODES:

@@ -9,7 +9,7 @@ from ..proto.errors import InputError, RequestFailedError
 from ..proto.ranges import LayerRange
 from .console import busy, note, stderr_console, warn
 from .prompts import PromptText, PromptTokens
-from .settings.options import GROUP_FLAGS, flags_named, parse_logit_bias
+from .settings.options import GROUP_FLAGS, flags_named, parse_layouts, parse_logit_bias
 from .settings.settings import SAMPLING_SETTINGS, Settings, Source
 from .settings.user_folders import current_settings
 
@@ -85,7 +85,11 @@ def _options(run: RemoteRun, chosen: Settings) -> dict[str, Any]:
 
 
 def settings_options(chosen: Settings, further: Sequence[str]) -> dict[str, Any]:
-    """Sampling and `further` settings as the client takes them, where the user set them; all else is the group's."""
+    """Sampling and `further` settings as the client takes them, where the user set them; all else is the group's.
+
+    `InputError` names the flag, variable or key of layouts and chunks that cannot be.
+    """
+    parse_layouts(chosen)
     options: dict[str, Any] = {}
     for name in (*(setting.name for setting in SAMPLING_SETTINGS), *further):
         value = chosen.values[name]
@@ -124,10 +128,10 @@ def _answer(client: "Client", run: RemoteRun, options: Mapping[str, Any]) -> Non
         result = answer.result()
     if not run.as_json:
         output.end_answer()
-    _tell(client, run, result)
+    _tell(client, run, result, seed_is_drawn="seed" not in options)
 
 
-def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
+def _tell(client: "Client", run: RemoteRun, told: "AnswerResult", seed_is_drawn: bool) -> None:
     from ..proto.ids import Rank
     from ..proto.reports import MemoryReported
     from .report import memory_table, phase_table, reason_lines, run_facts
@@ -139,10 +143,14 @@ def _tell(client: "Client", run: RemoteRun, told: "AnswerResult") -> None:
         MemoryReported(Rank(rank.rank), rank.planned_bytes, rank.peak_bytes, rank.anonymous_bytes) for rank in ranks
     ]
     if run.as_json:
-        facts = run_facts(told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning)
+        facts = run_facts(
+            told.text, result, placement, told.start_seconds, told.load_seconds, memory, told.reasoning, seed=told.seed
+        )
         print(json.dumps(facts, ensure_ascii=False))
     if result.warning is not None:
         warn(result.warning)
+    if seed_is_drawn:
+        note(f"seed {told.seed} (drawn by the coordinator)")
     for line in reason_lines(result):
         note(line)
     stderr_console().print(phase_table(result))

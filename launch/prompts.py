@@ -1,5 +1,6 @@
 """Where a prompt comes from: exactly one of a flag's text, a text file, a token file; and how it becomes ids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,26 +29,33 @@ class PromptTokens:
 
 def read_prompt(text: str | None, file: str | None, tokens_file: str | None) -> PromptText | PromptTokens:
     """The prompt, from the one flag that was given."""
-    given = [
-        flag
-        for flag, value in (("--prompt", text), ("--file", file), ("--tokens-file", tokens_file))
-        if value is not None
-    ]
-    if len(given) != 1:
-        have = f"not {' and '.join(given)} together" if given else "none was given"
-        raise InputError(f"give the prompt by one of --prompt, --file and --tokens-file; {have}")
+    _refuse_all_but_one("prompt", {"--prompt": text, "--file": file, "--tokens-file": tokens_file})
     if tokens_file is not None:
         return PromptTokens(tuple(read_token_list(tokens_file)), tokens_file)
     return PromptText(read_prompt_text(text, file))
 
 
+def read_text_or_tokens(file: str | None, tokens_file: str | None) -> PromptText | PromptTokens:
+    """The text of a command that takes none on its command line."""
+    _refuse_all_but_one("text", {"--file": file, "--tokens-file": tokens_file})
+    return read_prompt(None, file, tokens_file)
+
+
 def read_prompt_text(text: str | None, file: str | None) -> str:
     """The text of `--prompt` or `--file`."""
-    if (text is None) == (file is None):
-        raise InputError("give the text by one of --prompt and --file")
+    _refuse_all_but_one("text", {"--prompt": text, "--file": file})
     if file is not None:
         return read_text(file)
     return text or ""
+
+
+def _refuse_all_but_one(what: str, by_flag: Mapping[str, str | None]) -> None:
+    """`InputError` that names the flags, unless exactly one was given."""
+    given = [flag for flag, value in by_flag.items() if value is not None]
+    if len(given) != 1:
+        *others, last = by_flag
+        have = f"not {' and '.join(given)} together" if given else "none was given"
+        raise InputError(f"give the {what} by one of {', '.join(others)} and {last}; {have}")
 
 
 def prompt_tokens(prompt: PromptText | PromptTokens, tokenizer: "Tokenizer", vocab: int) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ def run_facts(
     memory: Sequence[MemoryReported],
     reasoning: str = "",
     uses: Sequence[DeviceUse] = (),
+    seed: int | None = None,
 ) -> dict[str, Any]:
     """The object that `run --json` prints. Seconds, bytes, token counts; lists of ranks are in rank order."""
     facts: dict[str, Any] = {
@@ -55,6 +56,7 @@ def run_facts(
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": [token.token for token in result.tokens],
         "finish_reason": str(result.finish_reason),
+        **({} if seed is None else {"seed": seed}),
         "prefill": _prefill_facts(result.prefill, placement),
         "policy": [to_builtins(journey) for journey in result.policy],
         "shift": _shift_facts(result.shift, result.shift_failure),

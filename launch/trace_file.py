@@ -5,13 +5,12 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import monotonic
 from typing import IO, BinaryIO, assert_never, cast
 
 from ..coordinator.trace import ProcessNamed, Stretch, Trace, TraceEvent, TrackNamed
-from ..proto.errors import InputError
 from .console import note, warn
+from .outputs import open_output
 
 MAX_EVENTS = 2_000_000  # some 400 MB of JSON: a coordinator that runs for days must not fill a disk
 NANOSECONDS = 1e9
@@ -26,12 +25,7 @@ def trace_file(path: str | None) -> Iterator[Trace | None]:
     if path is None:
         yield None
         return
-    try:
-        if Path(path).is_fifo():
-            raise InputError(f"--trace: {path} is a pipe; a trace goes to a file")  # it would wait for a reader
-        raw = Path(path).open("wb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise InputError(f"--trace: cannot write {path}: {error.strerror or error}") from None
+    raw = open_output("--trace", path, "a trace goes")
     packed: BinaryIO = raw
     if path.endswith(".gz"):
         packed = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .client_answer import AnswerResult, build_generate, pieces_of, reply_error, result_of
+from .client_answer import AnswerResult, build_generate, layouts_asked, pieces_of, reply_error, result_of
 from .client_messages import (
     Accepted,
     AnyReply,
@@ -113,7 +113,7 @@ class Client:
         chunk: str = "auto",
     ) -> Planned:
         """How a prompt of so many tokens would be run now."""
-        layouts = _layout(prefill), _layout(decode)
+        layouts = layouts_asked(prefill, decode)
         return _expect(self._ask(lambda call: AskPlan(call, prompt_tokens, max_tokens, *layouts, chunk)), Planned)
 
     def set_layout(self, prefill: Layout | str | None = None, decode: Layout | str | None = None) -> LayoutStatus:
@@ -121,7 +121,7 @@ class Client:
 
         Raises `LayoutRefusedError` with the reason; nothing is changed then. A switch makes earlier plans stale.
         """
-        layouts = _layout(prefill), _layout(decode)
+        layouts = layouts_asked(prefill, decode)
         return _expect(self._ask(lambda call: SetLayout(call, *layouts)), LayoutSet).layouts
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class AsyncClient:
         chunk: str = "auto",
     ) -> Planned:
         """As `Client.plan`."""
-        layouts = _layout(prefill), _layout(decode)
+        layouts = layouts_asked(prefill, decode)
         reply = await self._ask(lambda call: AskPlan(call, prompt_tokens, max_tokens, *layouts, chunk))
         return _expect(reply, Planned)
 
@@ -271,7 +271,7 @@ class AsyncClient:
         self, prefill: Layout | str | None = None, decode: Layout | str | None = None
     ) -> LayoutStatus:
         """As `Client.set_layout`."""
-        layouts = _layout(prefill), _layout(decode)
+        layouts = layouts_asked(prefill, decode)
         return _expect(await self._ask(lambda call: SetLayout(call, *layouts)), LayoutSet).layouts
 
     async def close(self) -> None:
@@ -377,11 +377,6 @@ def _inbox() -> "tuple[asyncio.Queue[News], Callable[[News], None]]":
             loop.call_soon_threadsafe(news.put_nowait, one)
 
     return news, put
-
-
-def _layout(layout: Layout | str | None) -> Any:
-    """As it goes on the wire: the coordinator checks it."""
-    return None if layout == "auto" else layout
 
 
 def _reply(news: News) -> AnyReply:

@@ -1,6 +1,6 @@
 """What a client makes of messages: the request for text from its options, the result, and errors by name. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,11 @@ from .errors import (
     WorkerLostError,
 )
 from .generation_result import GenerationResult
+from .ids import Layout
 from .pieces import Piece, PieceKind
 from .reports import SampledToken
+
+AUTO = "auto"
 
 _OWN_FIELDS = frozenset({"call", "text", "messages", "ids", "sampling"})
 _GENERATE_FIELDS = frozenset(Generate.__struct_fields__) - _OWN_FIELDS
@@ -76,7 +79,8 @@ def build_generate(
     ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> Generate:
-    """The message; values are checked by the coordinator. `InputError` for an option that does not exist."""
+    """The message. `InputError` for an option that does not exist; types are checked as it is sent, by
+    `refuse_wrong_fields`, and values by the coordinator."""
     for name in options:
         if name not in _GENERATE_FIELDS | _SAMPLING_FIELDS:
             raise InputError(f"there is no option {name!r}")
@@ -84,17 +88,35 @@ def build_generate(
     rest = {name: value for name, value in options.items() if name in _GENERATE_FIELDS}
     if isinstance(rest.get("stop"), str):
         rest["stop"] = (rest["stop"],)
-    for layout in ("prefill", "decode"):
-        if rest.get(layout) == "auto":
-            rest[layout] = None
+    rest["prefill"], rest["decode"] = layouts_asked(rest.get("prefill"), rest.get("decode"))
     return Generate(
         call=call,
         text=text,
-        messages=None if messages is None else tuple(dict(message) for message in messages),
-        ids=None if ids is None else tuple(ids),
+        messages=_listed(messages),
+        ids=_listed(ids),
         sampling=Sampling(**sampling),
         **rest,
     )
+
+
+def layouts_asked(prefill: Layout | str | None, decode: Layout | str | None) -> tuple[Layout | None, Layout | None]:
+    """As they go on the wire: "auto" is None. `InputError` for another word."""
+    return _layout("prefill", prefill), _layout("decode", decode)
+
+
+def _layout(name: str, layout: Layout | str | None) -> Layout | None:
+    if layout is None or layout == AUTO:
+        return None
+    if layout not in tuple(Layout):
+        raise InputError(f"{name} takes one of {', '.join((AUTO, *Layout))}, not {layout!r}")
+    return Layout(layout)
+
+
+def _listed(values: Any) -> Any:
+    """A tuple, its maps plain ones; what is no list is left to be refused."""
+    if not isinstance(values, Iterable):
+        return values
+    return tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
 
 def pieces_of(news: TokensWritten | Finished) -> tuple[Piece, ...]:

@@ -23,7 +23,7 @@ from .client_messages import (
     Refused,
     TokensWritten,
 )
-from .codec import MAX_REQUEST_BYTES, PROTOCOL_VERSION, encode
+from .codec import MAX_REQUEST_BYTES, PROTOCOL_VERSION, encode, refuse_wrong_fields
 from .errors import GearshiftError, InputError, ServerLostError
 from .keys import KeyPair
 
@@ -56,12 +56,12 @@ class ClientWire:
     def call(self, build: Callable[[int], AnyRequest], inbox: Inbox) -> int:
         """Send a request; its replies go to `inbox`, and so does the error that ends the connection.
 
-        Raises `InputError` when the message is too long or cannot be written, and what ended the connection when that
-        was before.
+        Raises `InputError` when a value is of a wrong type or the message is too long, and what ended the connection
+        when that was before.
         """
         number = next(self._numbers)
         request = build(number)
-        _check_length(request)
+        _check(request)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -181,10 +181,11 @@ class ClientWire:
             return
 
 
-def _check_length(request: AnyRequest) -> None:
+def _check(request: AnyRequest) -> None:
     try:
-        length = len(encode(request))
+        frame = encode(request)
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise InputError(f"the request cannot be written: {error}") from error
-    if length > MAX_REQUEST_BYTES:
-        raise InputError(f"the request has {length} bytes; {MAX_REQUEST_BYTES} are possible")
+    if len(frame) > MAX_REQUEST_BYTES:
+        raise InputError(f"the request has {len(frame)} bytes; {MAX_REQUEST_BYTES} are possible")
+    refuse_wrong_fields(frame)

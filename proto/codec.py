@@ -1,12 +1,13 @@
 """MessagePack on the wire: the only place that knows it. Every message is validated against its class."""
 
+import re
 from typing import TypeVar
 
 import msgspec
 
 from .client_messages import AnyReply, AnyRequest
 from .commands import AnyCommand
-from .errors import ProtocolError
+from .errors import InputError, ProtocolError
 from .reports import AnyReport
 
 PROTOCOL_VERSION = 1
@@ -37,6 +38,12 @@ _TEXT_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9
 _LIST_LENGTH_BYTES = {0xDC: 2, 0xDD: 4}
 _MAP_LENGTH_BYTES = {0xDE: 2, 0xDF: 4}
 _LONG_TEXTS = (0xD9, 0xDA, 0xDB)
+
+# What msgspec calls types, for whoever calls from Python; and what it says of a field, in these words.
+_PYTHON_TYPES = {"array": "list", "object": "dict", "null": "None"}
+_WIRE_TYPE = re.compile(r"\b(?:array|object|null)\b")
+_WIRE_PLACE = re.compile(r"\$\.(?:sampling\.)?")
+_WRONG_FIELD = re.compile(r"Expected (?P<wanted>.+), got (?P<given>\w+) - at (?P<field>[^ ]+)")
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(AnyCommand)
@@ -72,6 +79,17 @@ def decode_request(frame: bytes) -> AnyRequest:
                 "template_options"
             )
     return _decode(_request_decoder, frame, MAX_REQUEST_BYTES)
+
+
+def refuse_wrong_fields(frame: bytes) -> None:
+    """`InputError` for a request of one's own with a value of a wrong type, by the field's name and Python's types."""
+    try:
+        _request_decoder.decode(frame)
+    except msgspec.ValidationError as error:
+        told = _WIRE_PLACE.sub("", str(error)).translate({ord("`"): None}).replace(" | ", " or ")
+        told = _WIRE_TYPE.sub(lambda kind: _PYTHON_TYPES[kind[0]], told)
+        found = _WRONG_FIELD.fullmatch(told)
+        raise InputError(f"{found['field']} takes {found['wanted']}, not {found['given']}" if found else told) from None
 
 
 def call_of(frame: bytes) -> int | None:

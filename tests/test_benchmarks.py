@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +223,29 @@ def test_links_are_what_the_variables_leave() -> None:
     assert links_here({}) == links_here({"GEARSHIFT_NO_PEER": "0"}) == "nvlink"
     assert links_here({"NCCL_P2P_DISABLE": "1"}) == links_here({"GEARSHIFT_NO_PEER": "1"}) == "no peer"
     assert links_here({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}) == "sockets"
+
+
+BENCHMARKS = sorted(
+    path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+)
+
+
+def without_triton(benchmark: str, *words: str) -> subprocess.CompletedProcess[str]:
+    code = "import runpy, sys; sys.modules['triton'] = None; sys.argv = sys.argv[1:]; runpy.run_module("
+    code += f"'gearshift.benchmarks.{benchmark}', run_name='__main__')"
+    command = [sys.executable, "-P", "-c", code, benchmark, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_each_benchmark_tells_its_options_on_any_machine(benchmark: str) -> None:
+    done = without_triton(benchmark, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("words", [("kernels",), ("one_rank", "demo")])
+def test_what_is_timed_with_triton_says_in_a_line_that_it_is_missing(words: tuple[str, ...]) -> None:
+    done = without_triton(*words)
+    assert done.returncode == 2
+    assert re.fullmatch(r".*: Triton is missing; .*\n", done.stderr)

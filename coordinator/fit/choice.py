@@ -4,7 +4,7 @@ What the user asked for is kept or refused, never changed. What was left to the 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 
@@ -31,11 +31,15 @@ IN_PLACE = "keys and values are held for one layout at a time, and change places
 
 @dataclass(frozen=True, slots=True)
 class ContextWish:
-    """`tokens` were asked for, or are what the usual rule says; below `needed` a context is of no use."""
+    """`tokens` were asked for, or are what the usual rule says; below `needed` a context is of no use.
+
+    `cut`: what was told of an answer that the context cuts short.
+    """
 
     tokens: int
     asked: bool
     needed: int = 1
+    cut: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from ...proto.errors import InputError, ModelFileError
 
 SEARCH_DEPTH = 3  # of a configured folder: publisher/repository/file is how others lay models out
 LISTED_NAMES = 12
+SUFFIX = ".gguf"  # of a model's file, in any case
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}")
 
@@ -16,15 +17,15 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}")
 def find_model(text: str, folders: Sequence[Path] = ()) -> Path:
     """The path of a model's file, or of its first shard.
 
-    A path that exists is taken before a name in `folders`. A name is a file's name, with or without `.gguf` and the
-    shard's number, or a part of it in any case where only one model's name has it. `InputError` lists the models where
+    A path that exists is taken before a name in `folders`. A name is a file's name in any case, with or without `.gguf`
+    and the shard's number, or a part of it where only one model's name has it. `InputError` lists the models where
     there are several, `ModelFileError` names a path that is not there.
     """
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         return _only_model(path)
     if path.exists() or not folders or len(path.parts) != 1:
-        if path.exists() or len(path.parts) != 1 or path.suffix == ".gguf" or not text.isprintable():
+        if path.exists() or len(path.parts) != 1 or path.suffix.lower() == SUFFIX or not text.isprintable():
             return path  # where it does not exist, opening it says so
         raise ModelFileError(f"{text}: no such file, and no `model_folders` to look in (see `gearshift config`)")
     return _by_name(text, folders)
@@ -42,14 +43,14 @@ def _only_model(folder: Path) -> Path:
         return models[0]
     if models:
         raise InputError(f"{folder} holds {len(models)} models; name one: {_listed(models)}")
-    later = sorted(path.name for path in folder.glob("*.gguf"))
+    later = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
     why = f": {later[0]} is not the first shard of its model" if later else ""
     raise ModelFileError(f"{folder} holds no GGUF model{why}")
 
 
 def _by_name(name: str, folders: Sequence[Path]) -> Path:
     models = [path for folder in folders for path in _models(folder, SEARCH_DEPTH)]
-    wanted = name.removesuffix(".gguf").lower()
+    wanted = name.lower().removesuffix(SUFFIX)
     same = [path for path in models if wanted in (model_name(path).lower(), path.stem.lower())]
     found = same or [path for path in models if wanted in model_name(path).lower()]
     if len(found) == 1:
@@ -69,7 +70,7 @@ def _models(folder: Path, depth: int) -> list[Path]:
     except OSError:
         return found  # a configured folder that is gone or closed holds no model
     for entry in entries:
-        if entry.suffix == ".gguf" and entry.is_file():
+        if entry.suffix.lower() == SUFFIX and entry.is_file():
             shard = _SHARD.fullmatch(entry.stem)
             if shard is None or int(shard["number"]) == 1:
                 found.append(entry)

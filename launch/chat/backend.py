@@ -37,6 +37,7 @@ class ChatAnswer:
     stopped: bool  # interrupted
     at_limit: bool  # of the tokens asked for, or of the context
     warning: str | None = None
+    drawn_seed: int | None = None  # of this answer alone
 
 
 class ChatBackend(Protocol):
@@ -93,7 +94,9 @@ class LocalChat:
             return chat_answer(told.text, told.reasoning, result)
 
 
-def chat_answer(text: str, reasoning: str, result: GenerationResult) -> ChatAnswer:
+def chat_answer(
+    text: str, reasoning: str, result: GenerationResult, drawn_seed: int | None = None
+) -> ChatAnswer:
     """One turn's story. Raises `RequestFailedError` where the request ended by an error."""
     if result.error is not None:
         raise RequestFailedError(result.error)
@@ -108,4 +111,5 @@ def chat_answer(text: str, reasoning: str, result: GenerationResult) -> ChatAnsw
         stopped=result.finish_reason is FinishReason.CANCELLED,
         at_limit=result.finish_reason is FinishReason.LENGTH,
         warning=result.warning,
+        drawn_seed=drawn_seed,
     )

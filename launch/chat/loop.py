@@ -12,7 +12,10 @@ from ..processes.signals import interrupts_noted
 from .backend import ChatAnswer, ChatBackend
 from .terminal import ChatTerminal
 
-HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer; all else is sent as it stands."
+HELP = (
+    "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this again; "
+    "all else is sent as it stands."
+)
 
 
 def converse(backend: ChatBackend, terminal: ChatTerminal, first: Sequence[Message]) -> None:
@@ -82,4 +85,6 @@ def _summary(answer: ChatAnswer) -> str:
         text += ", stopped"
     elif answer.at_limit:
         text += ", cut off at the limit"
+    if answer.drawn_seed is not None:
+        text += f", seed {answer.drawn_seed}"
     return f"{text}; warning: {answer.warning}" if answer.warning else text

@@ -32,7 +32,7 @@ class RemoteChat:
             for piece in answer.pieces():
                 show(piece)
             told = answer.result()
-        return chat_answer(told.text, told.reasoning, told.facts)
+        return chat_answer(told.text, told.reasoning, told.facts, None if "seed" in self.options else told.seed)
 
 
 @contextmanager

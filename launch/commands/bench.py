@@ -11,6 +11,7 @@ import typer
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.words import counted
 from ..console import note, stdout_console, warn
+from ..outputs import writable_output
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, Device, flags_named, group_settings, layout_settings
 
@@ -122,7 +123,7 @@ def bench(
     peer = None if against is None else find_peer(against, _words(against_options))
     opened = open_model(model)
     prompt, answer = choose_sizes(prompt_tokens, answer_tokens, opened.spec.trained_context, on_cpu(settings.device))
-    csv_path = None if csv_file is None else _writable(csv_file)
+    csv_path = None if csv_file is None else writable_output("--csv", csv_file, "rows go")
     with open_session(opened, settings, layouts, prompt + answer, trace_path=trace) as session:
         runs = _timed(session, layouts, prompt, answer, repeats, _first_seed(seed))
         devices = tuple(hello.device for hello in session.cluster.hellos)
@@ -215,15 +216,3 @@ def _words(text: str) -> Sequence[str]:
         return shlex.split(text)
     except ValueError as error:
         raise InputError(f"--against-options: {error}") from None
-
-
-def _writable(path: str) -> Path:
-    """Opened once before anything long is done."""
-    try:
-        if Path(path).is_fifo():
-            raise InputError(f"--csv: {path} is a pipe; rows go to a file")  # it would wait for a reader
-        with Path(path).open("ab"):
-            pass
-    except OSError as error:
-        raise InputError(f"--csv: cannot write {path}: {error.strerror or error}") from None
-    return Path(path)

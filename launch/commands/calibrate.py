@@ -9,6 +9,7 @@ import typer
 
 from ...proto.errors import InputError
 from ..console import note, stdout_console, warn
+from ..outputs import writable_output
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 from ..settings.user_folders import current_settings
@@ -91,6 +92,6 @@ def calibrate(
 def _checked_target(out: str) -> Path:
     """The path, refused before any work where nothing could be written there."""
     target = Path(out)
-    if (target.exists() and not target.is_file()) or not target.parent.is_dir():
-        raise InputError(f"--out {out} cannot be written: not a file in a folder that exists")
-    return target
+    if target.exists() and not target.is_file():  # another file takes its place
+        raise InputError(f"--out: cannot write {out}: it is no file")
+    return writable_output("--out", out, "costs go")

@@ -7,6 +7,7 @@ import typer
 
 from ..console import stdout_console, warn
 from ..settings import flags
+from ..settings.checks import refuse_impossible
 from ..settings.sampling_settings import model_values
 from ..settings.settings import ModelValue, Settings, Source
 from ..settings.user_folders import config_path, costs_folder, current_settings, logs_folder
@@ -33,6 +34,7 @@ def config(model: OptionalModel = None, as_json: flags.Json = False) -> None:
     """Show each setting's value and whether it comes from the environment, the config file, the model or is built in.
 
     A setting is a key of config.toml and, with GEARSHIFT_ before it, a variable; most are flags too, which go first.
+    A value that cannot be is an error, as for every command that reads it.
     """
     recommended: dict[str, ModelValue] = {}
     if model is not None:
@@ -40,6 +42,7 @@ def config(model: OptionalModel = None, as_json: flags.Json = False) -> None:
         for warning in warnings:
             warn(warning)
     settings = current_settings(model=recommended)
+    refuse_impossible(settings)
     if as_json:
         print(json.dumps(_facts(settings)))
         return

@@ -187,7 +187,7 @@ def _service(opened: "Opened", session: "RunningModel", chat: "ChatPrompter | No
     from ...coordinator.api.service import Service
     from ..settings.sampling_settings import choose_sampling
 
-    sampling = choose_sampling(opened.files.metadata)
+    sampling = choose_sampling(opened.files.metadata, seed_is_told=False)
     for warning in sampling.warnings:
         warn(warning)
     note(sampling.told)

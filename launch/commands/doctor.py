@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...proto.nccl_choice import MEASURED_RANKS
 from ..console import busy, stdout_console
+from ..doctor.card_process import nccl_case
 from ..doctor.diagnosis import Check, Verdict, diagnose
 from ..doctor.host_facts import HostFacts, gather
 from ..settings import flags
@@ -74,7 +76,7 @@ def doctor(
     files = None if model is None else open_files(model)
     with busy("looking at this machine"):
         facts = gather(os.environ, logs_folder())
-    checks = list(diagnose(facts))
+    checks = list(diagnose(facts, nccl_case(replace(settings, workers=MEASURED_RANKS))))
     if files is not None:
         checks.append(_fit(files, settings, layouts, context_tokens, facts))
     _show(checks, as_json)

@@ -8,6 +8,7 @@ import typer
 from ...proto.errors import InputError, RequestFailedError
 from ...proto.words import counted
 from ..console import note, warn
+from ..outputs import writable_output
 from ..prompts import PromptTokens, prompt_tokens
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
@@ -75,7 +76,7 @@ def logits(
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, decode, chunk)
     values = PromptTokens(tuple(read_token_list(tokens_file)), tokens_file)
-    target = _checked_target(out)
+    target = writable_output("--out", out, "an array goes")
     opened = open_model(model)
     tokens = prompt_tokens(values, opened.tokenizer, opened.spec.vocab)
     if prompt_length is not None and prompt_length > len(tokens):
@@ -120,11 +121,3 @@ def _write(target: Path, rows: "npt.NDArray[np.float32]") -> None:
             np.save(file, rows)
     except OSError as error:
         raise InputError(f"--out: cannot write {target}: {error.strerror or error}") from None
-
-
-def _checked_target(out: str) -> Path:
-    """The path, refused before any work where nothing could be written there."""
-    target = Path(out)
-    if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"--out {out} cannot be written: not a file in a folder that exists")
-    return target

@@ -9,7 +9,7 @@ import typer
 from ...proto.errors import InputError
 from ...proto.words import counted
 from ..console import note
-from ..prompts import PromptTokens, prompt_tokens, read_prompt
+from ..prompts import PromptTokens, prompt_tokens, read_text_or_tokens
 from ..settings import flags
 from ..settings.options import GROUP_FLAGS, flags_named, group_settings, layout_settings
 
@@ -61,7 +61,7 @@ def perplexity(
 
     settings = group_settings(**flags_named(GROUP_FLAGS, arguments))
     layouts = layout_settings(prefill, prefill, chunk)
-    source = read_prompt(None, file, tokens_file)
+    source = read_text_or_tokens(file, tokens_file)
     opened = open_model(model)
     tokens = prompt_tokens(source, opened.tokenizer, opened.spec.vocab)
     if len(tokens) < context:

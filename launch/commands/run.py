@@ -161,7 +161,7 @@ def run(
             for warning in sampling.warnings:
                 warn(warning)
             note(sampling.told)
-            _answer(session, request, stream, split, as_json)
+            _answer(session, request, stream, split, as_json, context_wish.cut)
 
 
 def _answer(
@@ -170,7 +170,9 @@ def _answer(
     stream: "TextStream",
     split: "ReasoningSplit | None",
     as_json: bool,
+    told_cut: str | None,
 ) -> None:
+    """`told_cut`: what was told of the answer's length already."""
     from ..answer import PlainText, SplitText, follow
     from ..chat.terminal import ChatTerminal
     from ..report import memory_table, phase_table, reason_lines, run_facts
@@ -191,13 +193,14 @@ def _answer(
     if as_json:
         facts = run_facts(
             told.text, result, session.placement, session.start_seconds, session.loaded.seconds, memory,
-            told.reasoning, uses,
+            told.reasoning, uses, request.sampling.seed,
         )  # fmt: skip
         print(json.dumps(facts, ensure_ascii=False))
     else:
         output.end_answer()
-    if result.warning is not None:
-        warn(result.warning)
+    for text in (result.warning or "").splitlines():
+        if text != told_cut:
+            warn(text)
     for line in reason_lines(result):
         note(line)
     stderr_console().print(phase_table(result))

@@ -1,11 +1,11 @@
 """What `gearshift doctor` says of a machine: facts in, one check a line out. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ...proto.device_table import CardRow
-from ...proto.nccl_choice import MEASURED_RANKS, NCCL_VARIABLE
+from ...proto.nccl_choice import MEASURED_RANKS, NCCL_VARIABLE, NcclAsked, NcclCase
 from ...proto.probe import (
     BF16_CAPABILITY,
     NEEDS_CAPABILITY,
@@ -21,6 +21,8 @@ GIBIBYTE = 2**30
 MIN_SHARED_MEMORY_BYTES = 64 << 20  # the links' rings of 64 ranks, with room
 # NVIDIA's rule of minor version compatibility: from this driver on, every CUDA of that major version runs.
 MIN_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
+
+TWO_WORKERS = NcclCase(on_cards=True, one_host=True, ranks=MEASURED_RANKS)  # where nothing is asked
 
 
 class Verdict(StrEnum):
@@ -41,12 +43,12 @@ class Check:
     advice: str = ""
 
 
-def diagnose(facts: HostFacts) -> tuple[Check, ...]:
-    """All checks of the machine, in the order they are read."""
+def diagnose(facts: HostFacts, two_workers: NcclCase = TWO_WORKERS) -> tuple[Check, ...]:
+    """All checks of the machine, in the order they are read. `two_workers`: what is asked of two on its cards."""
     return (
         *_software(facts),
         _cpu(facts),
-        *_cuda(facts),
+        *_cuda(facts, two_workers),
         _shared_memory(facts.shared_memory_bytes),
         _compiler(facts),
         _ports(facts.ports),
@@ -74,7 +76,7 @@ def _cpu(facts: HostFacts) -> Check:
     return Check("cpu", Verdict.OK, found)
 
 
-def _cuda(facts: HostFacts) -> Iterator[Check]:
+def _cuda(facts: HostFacts, two_workers: NcclCase) -> Iterator[Check]:
     if isinstance(facts.probe, Failure):
         return
     if not facts.cards and not facts.driver_loaded and not facts.probe.devices:
@@ -86,7 +88,7 @@ def _cuda(facts: HostFacts) -> Iterator[Check]:
         yield _device(device, facts.cards)
     if len(facts.probe.devices) > 1:
         yield _peers(facts.probe.peers)
-        yield _staged(facts.probe)
+        yield _staged(facts.probe, two_workers)
     if facts.probe.torch_cuda is not None:
         yield _nccl(facts.probe)
 
@@ -159,14 +161,23 @@ def _peers(peers: Sequence[PeerTest]) -> Check:
     return Check(name, Verdict.OK, f"direct between all {len(peers)} ordered pairs, data arrives as sent")
 
 
-def _staged(probe: ProbeReport) -> Check:
+def _staged(probe: ProbeReport, two_workers: NcclCase) -> Check:
     name = "staged copies"
+    case = replace(two_workers, reach=cards_reach(probe.devices[:MEASURED_RANKS], probe.peers))
     if probe.staged_fault:
-        return Check(name, Verdict.NOTE, f"not to be had: {probe.staged_fault}", "without peer access NCCL moves all")
-    used = "used where they are faster than NCCL"
-    if not cards_reach(probe.devices[:MEASURED_RANKS], probe.peers):
-        used = f"two workers have these alone, without NCCL ({NCCL_VARIABLE}=on: both)"
-    return Check(name, Verdict.OK, f"streams wait for words in host memory; {used}")
+        found = f"not to be had: {probe.staged_fault}"
+        if case.asked is NcclAsked.OFF:
+            return Check(name, Verdict.PROBLEM, found, f"workers do not start without them and NCCL: unset {case.why}")
+        return Check(name, Verdict.NOTE, found, "without peer access NCCL moves all")
+    return Check(name, Verdict.OK, f"streams wait for words in host memory; {_told_use(case)}")
+
+
+def _told_use(case: NcclCase) -> str:
+    """What they are used for between two workers."""
+    asked = case.asked is not NcclAsked.AUTO
+    if not case.without:
+        return f"used where they are faster than NCCL{f' ({case.why})' if asked else ''}"
+    return f"two workers have these alone, without NCCL ({case.why if asked else f'{NCCL_VARIABLE}=on: both'})"
 
 
 def cards_reach(devices: Sequence[ProbedDevice], peers: Sequence[PeerTest]) -> bool:

@@ -24,17 +24,17 @@ class OutputError(GearshiftError):
     exit_code = 2
 
 
-def open_standard_streams() -> None:
+def open_standard_streams(*, output_matters: bool = False) -> None:
     """Call it before anything opens a file: a descriptor below 3 that is free would go to a pipe or a log.
 
-    One that is closed reads as empty, and takes everything. From here on the streams wait where another process
-    has made them non-blocking. What stderr cannot take is dropped; what stdout cannot take ends the program:
-    quietly by `SystemExit`, as by SIGPIPE or SIGHUP, where its reader has gone, else by `OutputError`.
+    One that is closed reads as empty, and takes everything; where `output_matters` a closed stdout takes nothing. From
+    here on the streams wait where another process has made them non-blocking. What stderr cannot take is dropped; what
+    stdout cannot take ends the program: quietly by `SystemExit`, as by SIGPIPE or SIGHUP, where its reader has gone,
+    else by `OutputError`.
     """
-    for descriptor in (INPUT, OUTPUT, ERROR):
-        _open_if_closed(descriptor)
+    closed = [descriptor for descriptor in (INPUT, OUTPUT, ERROR) if _open_if_closed(descriptor)]
     sys.stdin = _text_stream(StandardStream(INPUT), sys.stdin)
-    sys.stdout = _text_stream(StandardStream(OUTPUT), sys.stdout)
+    sys.stdout = _text_stream(StandardStream(OUTPUT, takes_nothing=output_matters and OUTPUT in closed), sys.stdout)
     sys.stderr = _text_stream(StandardStream(ERROR), sys.stderr)
 
 
@@ -44,10 +44,11 @@ def drop_output() -> None:
 
 
 class StandardStream(io.RawIOBase):
-    """The bytes of one of the three. Not closed with this object."""
+    """The bytes of one of the three. Not closed with this object. `takes_nothing`: it was closed, and leads nowhere."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, takes_nothing: bool = False) -> None:
         self._descriptor = descriptor
+        self._takes_nothing = takes_nothing
         self._is_terminal = os.isatty(descriptor)  # asked now: one that has hung up is none
 
     @property
@@ -82,6 +83,9 @@ class StandardStream(io.RawIOBase):
             return len(data)
 
     def write(self, data: "ReadableBuffer") -> int:
+        if self._takes_nothing:
+            self._takes_nothing = False  # Python writes once more at exit, and would complain
+            raise OutputError("standard output: it is closed")
         while True:
             try:
                 return os.write(self._descriptor, data)
@@ -106,11 +110,14 @@ class StandardStream(io.RawIOBase):
         return OutputError(f"standard output: {error.strerror or error}")
 
 
-def _open_if_closed(descriptor: int) -> None:
+def _open_if_closed(descriptor: int) -> bool:
+    """Whether it was."""
     try:
         os.fstat(descriptor)
     except OSError:
         _lead_nowhere(descriptor)
+        return True
+    return False
 
 
 def _lead_nowhere(descriptor: int) -> None:

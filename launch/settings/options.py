@@ -18,7 +18,7 @@ from ...proto.kv import KvFormat
 from ...proto.nccl_choice import NCCL_VARIABLE, NcclAsked, parse_nccl
 from ...proto.words import counted
 from .residency_option import ResidencyWish, parse_residency
-from .settings import SAMPLING_SETTINGS
+from .settings import SAMPLING_SETTINGS, Settings
 from .user_folders import current_settings
 
 if TYPE_CHECKING:
@@ -127,13 +127,17 @@ def group_settings(
             "max_token_gap": max_token_gap,
         }
     )
-    workers = chosen.whole_number("workers")
-    memory_limits = parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit"))
-    if memory_limits is not None and len(memory_limits) not in (1, workers):
-        values = f"{counted(len(memory_limits), 'value')} for {counted(workers, 'worker')}"
-        raise InputError(f"{chosen.place('memory_limit')}: {values}; give one, or one for each")
+    settings, limits = parse_group(chosen), chosen.place("memory_limit")
+    if settings.memory_limits is not None and len(settings.memory_limits) not in (1, settings.workers):
+        values = f"{counted(len(settings.memory_limits), 'value')} for {counted(settings.workers, 'worker')}"
+        raise InputError(f"{limits}: {values}; give one, or one for each")
+    return settings
+
+
+def parse_group(chosen: Settings) -> GroupSettings:
+    """What each of these settings means by itself, whatever the others are."""
     return GroupSettings(
-        workers=workers,
+        workers=chosen.whole_number("workers"),
         device=_choice(chosen.place("device"), chosen.text("device"), tuple(Device)),
         threads=chosen.whole_number_or_none("threads"),
         max_chunk_tokens=chosen.whole_number_or_none("max_chunk"),
@@ -144,7 +148,7 @@ def group_settings(
         kv_format=parse_kv_format(chosen.place("kv_type"), chosen.text("kv_type")),
         exact_activations=chosen.switch("exact_activations"),
         reserve_bytes=parse_size(chosen.place("reserve"), chosen.text_or_none("reserve")),
-        memory_limits=memory_limits,
+        memory_limits=parse_sizes(chosen.place("memory_limit"), chosen.text_or_none("memory_limit")),
         residency=parse_residency(chosen.place("residency"), chosen.text("residency")),
         link_options=LinkOptions(chosen.switch("no_peer"), _bytes_per_second(chosen.number_or_none("throttle_link"))),
         measure=chosen.switch("measure"),
@@ -157,9 +161,13 @@ def layout_settings(
     prefill: str | None = None, decode: str | None = None, chunk: str | None = None
 ) -> LayoutSettings:
     """The flags of that name, as typer hands them over; what was not given comes from the user's settings."""
+    return parse_layouts(current_settings({"prefill": prefill, "decode": decode, "chunk": chunk}))
+
+
+def parse_layouts(chosen: Settings) -> LayoutSettings:
+    """What the settings of a request's layouts mean."""
     from ...coordinator.chunks.plan import parse_chunk_rule  # numpy is behind it: not for `--help`
 
-    chosen = current_settings({"prefill": prefill, "decode": decode, "chunk": chunk})
     return LayoutSettings(
         prefill=parse_layout(chosen.place("prefill"), chosen.text("prefill")),
         decode=parse_layout(chosen.place("decode"), chosen.text("decode")),

@@ -40,8 +40,12 @@ def choose_sampling(
     *,
     logit_bias: Iterable[str] = (),
     logprobs: int = 0,
+    seed_is_told: bool = True,
 ) -> ChosenSampling:
-    """The parameters for a model with this metadata. `flags` by setting name; None there: not given."""
+    """The parameters for a model with this metadata. `flags` by setting name; None there: not given.
+
+    Not `seed_is_told`: each request will have a seed of its own.
+    """
     model, warnings = model_values(metadata)
     chosen = current_settings(flags, model)
     parameters = replace(
@@ -49,7 +53,7 @@ def choose_sampling(
         logit_bias=parse_logit_bias("--logit-bias", tuple(logit_bias)),
         logprobs=logprobs,
     )
-    return ChosenSampling(parameters, told_sampling(chosen), warnings)
+    return ChosenSampling(parameters, _told(chosen, parameters.seed if seed_is_told else None), warnings)
 
 
 def model_values(metadata: "Mapping[str, MetadataValue]") -> tuple[dict[str, ModelValue], tuple[str, ...]]:
@@ -77,13 +81,15 @@ def sampling_parameters(chosen: Settings) -> SamplingParameters:
     )
 
 
-def told_sampling(chosen: Settings) -> str:
+def _told(chosen: Settings, seed: int | None) -> str:
     """`sampling: temperature 0.7 (general.sampling.temp), top_k 40 (built in), ...`; the rest where it was set."""
-    names = [setting.name for setting in SAMPLING_SETTINGS]
+    names = [setting.name for setting in SAMPLING_SETTINGS if setting.name != "seed"]
     told = [name for name in names if name in ALWAYS_TOLD or chosen.values[name].source is not Source.BUILT_IN]
-    return "sampling: " + ", ".join(
-        f"{name} {_short(chosen.values[name].value)} ({chosen.values[name].place})" for name in told
-    )
+    texts = [f"{name} {_short(chosen.values[name].value)} ({chosen.place(name)})" for name in told]
+    if seed is not None and chosen.values["seed"].source is not Source.BUILT_IN:
+        place, asked = chosen.place("seed"), chosen.whole_number("seed")
+        texts.append(f"seed {seed} ({place if asked == seed else f'drawn: {place} is {asked}'})")
+    return f"sampling: {', '.join(texts)}"
 
 
 def _short(value: object) -> str:

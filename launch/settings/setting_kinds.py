@@ -43,14 +43,15 @@ class WholeNumber:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Both ends are allowed; whole numbers are taken too."""
+    """Both ends are allowed, but for a `low` that is `open`; whole numbers are taken too."""
 
     low: float
     high: float
+    open: bool = False
 
     @property
     def wanted(self) -> str:
-        return f"a number from {self.low:g} to {self.high:g}"
+        return f"a number {f'above {self.low:g}, up' if self.open else f'from {self.low:g}'} to {self.high:g}"
 
     def parse(self, text: str) -> float:
         return self.check(float(text))
@@ -58,7 +59,7 @@ class Number:
     def check(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not isfinite(value) or not self.low <= value <= self.high:
+        if not isfinite(value) or not self.low <= value <= self.high or (self.open and value == self.low):
             raise ValueError
         return float(value)
 

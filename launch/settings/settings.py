@@ -82,7 +82,7 @@ GROUP_SETTINGS = (
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),
     Setting("top_k", WholeNumber(0, _ANY_COUNT), _SAMPLING.top_k),
-    Setting("top_p", Number(0.0, 1.0), _SAMPLING.top_p),
+    Setting("top_p", Number(0.0, 1.0, open=True), _SAMPLING.top_p),
     Setting("min_p", Number(0.0, 1.0), _SAMPLING.min_p),
     Setting("repeat_penalty", Number(1e-6, 1e6), _SAMPLING.repetition_penalty),
     Setting("repeat_last_n", WholeNumber(-1, _ANY_COUNT), _SAMPLING.penalty_window),

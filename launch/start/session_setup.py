@@ -14,7 +14,7 @@ from ...coordinator.driver_settings import DriverSettings
 from ...coordinator.fit.choice import ContextWish, Fit
 from ...coordinator.fit.device_memory import DeviceMemory, DeviceUse, device_uses, probe_memory
 from ...coordinator.fit.memory import RankMemory
-from ...coordinator.generation import GenerationRequest
+from ...coordinator.generation import GenerationRequest, told_cut
 from ...coordinator.group.cluster import Cluster
 from ...coordinator.group.load_result import LoadResult
 from ...coordinator.model.files import ModelFiles
@@ -102,15 +102,14 @@ def wish_context(
         kind = place if asked else "the length this model was trained for"
         beyond = "" if asked else "; --context N goes beyond it"
         raise DoesNotFitError(f"the prompt has {counted(prompt, 'token')}, {kind} is {limit}{beyond}")
-    room = limit - prompt + 1  # the last token written is never fed: it needs no cell
-    if answer is not None and answer > room:
-        held = f"{counted(room, 'token')} of answer, not {answer}"
-        many = counted(prompt, "token")
-        warn(f"behind a prompt of {many} a context of {limit} holds {held}")
+    cut = None
+    if answer is not None and answer > limit - prompt + 1:  # the last token written is never fed: it needs no cell
+        cut = told_cut(prompt, limit, answer)
+        warn(cut)
     if asked is not None:
-        return ContextWish(asked, asked=True)
+        return ContextWish(asked, asked=True, cut=cut)
     usual = min(trained, max(USUAL_CONTEXT_TOKENS, prompt + (answer or 0)))
-    return ContextWish(usual, asked=False, needed=min(usual, max(prompt + 1, LEAST_CONTEXT_TOKENS)))
+    return ContextWish(usual, asked=False, needed=min(usual, max(prompt + 1, LEAST_CONTEXT_TOKENS)), cut=cut)
 
 
 def chosen_context(chosen: Settings, prompt: int, answer: int | None, trained: int) -> ContextWish:

@@ -60,18 +60,29 @@ def place(
 
 
 def _checked_cuts(cuts: tuple[int, ...], ranks: int, layers: int) -> tuple[int, ...]:
-    shown = ",".join(map(str, cuts))
+    shown = _shown(cuts)
     if len(cuts) != ranks - 1:
         wanted = f"{counted(ranks - 1, 'cut point')} for {counted(ranks, 'worker')}"
         raise InputError(f"--layer-split {shown}: give {wanted}, not {len(cuts)}")
     for cut in cuts:
         if not 0 <= cut <= layers:
             raise InputError(f"--layer-split {shown}: {cut} is not within the model's 0 to {counted(layers, 'layer')}")
+    refuse_unordered(cuts)
+    return cuts
+
+
+def refuse_unordered(cuts: tuple[int, ...]) -> None:
+    """`InputError` for cut points that no model could have, however many layers it has."""
+    if cuts and cuts[0] < 0:
+        raise InputError(f"--layer-split {_shown(cuts)}: {cuts[0]} is below 0")
     for before, cut in pairwise(cuts):
         if cut <= before:
             fault = "is given twice" if cut == before else f"comes after {before}"
-            raise InputError(f"--layer-split {shown}: {cut} {fault}; cut points must rise")
-    return cuts
+            raise InputError(f"--layer-split {_shown(cuts)}: {cut} {fault}; cut points must rise")
+
+
+def _shown(cuts: tuple[int, ...]) -> str:
+    return ",".join(map(str, cuts))
 
 
 def _owners(stages: Sequence[LayerRange], whole_layers: frozenset[int], layers: int) -> dict[int, int]:

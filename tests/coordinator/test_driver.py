@@ -211,6 +211,20 @@ def test_f24_a_context_exactly_full_still_gives_its_first_token() -> None:
     assert (result.finish_reason, result.shift) == (FinishReason.LENGTH, None)
 
 
+def test_an_answer_is_told_to_be_cut_short_by_the_context_only_where_it_was() -> None:
+    prompt = tuple(index % VOCAB for index in range(CONTEXT - 2))
+    cut = f"behind a prompt of {CONTEXT - 2} tokens a context of {CONTEXT} holds 3 tokens of answer, not 4"
+    third = frozenset(expected_answer(prompt, 3, VOCAB)[2:])
+    for options, warning in (
+        ({"max_tokens": 4}, cut),
+        ({"max_tokens": 3}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": 4, "stop_tokens": third}, None),
+    ):
+        result = result_of(list(generate(new_driver()[0], asked(prompt=prompt, **options))))
+        assert (len(result.tokens), result.warning) == (3, warning)
+
+
 def test_a_tick_without_progress_names_the_ranks_that_did_not_report() -> None:
     driver, _ = new_driver(3, silent=frozenset({1}), tick_timeout_seconds=5.0)
     with pytest.raises(WorkerLostError, match=r"no progress for \d+ s: rank 1 did not report"):

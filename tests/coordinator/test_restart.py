@@ -94,6 +94,15 @@ def test_several_losses_in_one_answer_make_one_story() -> None:
     assert (result.warning or "").count("started again") == 4
 
 
+@pytest.mark.parametrize("reports", [0, 10, 20])
+def test_an_answer_that_the_context_cuts_short_is_told_so_after_a_loss_too(reports: int) -> None:
+    driver, _ = mortal_driver(LOADING + reports)
+    _, result = told(list(generate(driver, asked(max_tokens=999))), 0)
+    lines = (result.warning or "").splitlines()
+    assert (len(result.tokens), len(lines)) == (157, 2)
+    assert lines[1] == "behind a prompt of 100 tokens a context of 256 holds 157 tokens of answer, not 999"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lives=st.lists(st.integers(0, 60).map(lambda reports: LOADING + reports), max_size=3),

@@ -11,6 +11,7 @@ import pytest
 from gearshift.launch.commands.application import app
 from gearshift.tests.helpers.commands import answer, cost, gearshift, tokens_file
 from gearshift.tests.helpers.layouts import some_ids
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.trace_checks import read_trace, total_seconds
 
 NEAR_TIE = 0.02  # of two logprobs
@@ -27,6 +28,20 @@ def assert_equal_up_to_a_near_tie(tokens: list[int], steps: list[dict[str, Any]]
         if token != wanted["id"]:
             assert best - second <= NEAR_TIE, f"token {step} is {token}, not {wanted['id']}"
             return
+
+
+def test_a_run_tells_once_of_an_answer_cut_short_and_of_the_seed_it_drew(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ["run", tiny_model("llama-yarn"), "--tokens-file", tokens_file(tmp_path, [1, 2, 3]), "--context", "8"]
+    words += ["-n", "20", "--ignore-eos", "--json", "--threads", "1"]
+    done = gearshift(*words, "--seed", "-1")
+    facts = json.loads(done.stdout)
+    assert facts["warning"] == "behind a prompt of 3 tokens a context of 8 holds 6 tokens of answer, not 20"
+    assert done.stderr.count(facts["warning"]) == 1
+    assert f"seed {facts['seed']} (drawn: --seed is -1)" in done.stderr
+    again = json.loads(gearshift(*words, "--seed", str(facts["seed"])).stdout)
+    assert (again["seed"], again["text"]) == (facts["seed"], facts["text"])
 
 
 def test_a_prompt_read_by_layers_is_answered_by_tensor_parallelism(golden_dir: Path) -> None:
@@ -258,7 +273,7 @@ def test_the_answer_has_as_many_tokens_as_asked_and_as_the_context_holds(
 def test_logits_are_those_of_the_reference_across_the_shift(
     tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference = np.load(tiny_reference("qwen3-qknorm"))
+    reference = read_npz(tiny_reference("qwen3-qknorm"))
     ids, out = tokens_file(tmp_path, reference["ids"].tolist()), tmp_path / "logits.bin"
     gearshift(
         "logits", tiny_model("qwen3-qknorm"), "--tokens-file", ids, "--prompt-length", "37", "--out", out,

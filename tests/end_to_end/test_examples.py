@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 120
 
@@ -49,6 +51,28 @@ def test_plan_workers_needs_no_worker(tmp_path: Path, smollm2_path: Path) -> Non
     lines = run(tmp_path, "plan_workers.py", smollm2_path, "--most", "3").splitlines()
     assert lines[0].endswith("30 layers")
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "3"]
+
+
+NOBODY = "tcp://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "told"),
+    [
+        ("plan_workers.py", ("nope",), "nope: no such file"),
+        ("generate.py", ("nope", "Hi"), "nope: no such file"),
+        ("compare_layouts.py", ("nope",), "nope: no such file"),
+        ("remote_client.py", (NOBODY,), f"nothing listens at {NOBODY}"),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_line(tmp_path: Path, script: str, words: tuple[str, ...], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *words],
+        capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gearshift.launch.command_line import run_command
 from gearshift.launch.commands import application
 from gearshift.proto.errors import WorkerLostError
 
+NOBODY = "tcp://127.0.0.1:1"  # whoever connects waits some seconds, and is told of that
 COMMANDS = ("run", "logits", "perplexity", "tokenize", "inspect", "plan", "calibrate", "config", "doctor")
 
 
@@ -67,6 +68,10 @@ def test_help_and_inspect_never_import_torch() -> None:
         (["unknown"], "unknown"),
         (["inspect", "demo", "--workers", "2", "--tensor-share", "1,x"], "--tensor-share"),
         (["tokenize", "demo"], "--prompt"),
+        (["run", "--connect", NOBODY, "-p", "a", "--prefill", "tensr"], "--prefill takes one of auto, layer,"),
+        (["run", "--connect", NOBODY, "-p", "a", "--chunk", "foo"], "--chunk takes auto, sqrt"),
+        (["chat", "--connect", NOBODY, "--decode", "lyer"], "--decode takes one of auto, layer, tensor, not"),
+        (["perplexity", "demo"], "give the text by one of --file and --tokens-file; none was given"),
     ],
 )
 def test_a_bad_word_ends_with_two_and_one_line_that_names_it(

@@ -13,7 +13,7 @@ from gearshift.coordinator.model.files import resolve_model
 from gearshift.coordinator.tokenizer import Tokenizer, build_tokenizer
 from gearshift.launch import inputs
 from gearshift.launch.inputs import read_text, read_token_list
-from gearshift.launch.prompts import PromptText, PromptTokens, prompt_tokens, read_prompt
+from gearshift.launch.prompts import PromptText, PromptTokens, prompt_tokens, read_prompt, read_text_or_tokens
 from gearshift.proto.errors import InputError
 
 
@@ -129,6 +129,16 @@ def test_a_prompt_comes_from_one_place(tmp_path: Path) -> None:
         read_prompt(None, None, None)
     with pytest.raises(InputError, match="--prompt and --tokens-file together"):
         read_prompt("a", None, ids)
+
+
+def test_a_text_that_is_missing_is_asked_for_by_the_flags_that_the_command_has(tmp_path: Path) -> None:
+    ids = written(tmp_path, b"[1, 2]")
+    assert read_text_or_tokens(ids, None) == PromptText("[1, 2]")
+    assert read_text_or_tokens(None, ids) == PromptTokens((1, 2), ids)
+    with pytest.raises(InputError, match=r"^give the text by one of --file and --tokens-file; none was given$"):
+        read_text_or_tokens(None, None)
+    with pytest.raises(InputError, match=r"not --file and --tokens-file together$"):
+        read_text_or_tokens(ids, ids)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Where logits are written to, when it cannot be."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gearshift.launch.command_line import run_command
 from gearshift.launch.commands.logits import _write, refuse_non_finite
+from gearshift.launch.outputs import writable_output
 from gearshift.proto.errors import InputError, RequestFailedError
 
 
@@ -16,6 +19,29 @@ def test_logits_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path
             _write(path, rows)
     _write(tmp_path / "logits.bin", rows)
     assert np.array_equal(np.load(tmp_path / "logits.bin"), rows)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, pipe = tmp_path / "ids.json", tmp_path / "pipe"
+    ids.write_text("[1, 2, 3]")
+    os.mkfifo(pipe)
+    monkeypatch.setattr("gearshift.launch.start.session_setup.open_model", lambda _: pytest.fail("work was begun"))
+    # /proc is a folder in which nobody, whatever their rights, can make a file.
+    for path, fault in (("/proc/l.npy", "cannot write"), (tmp_path, "cannot write"), (pipe, "is a pipe")):
+        assert run_command(["logits", "demo", "--tokens-file", str(ids), "--out", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("gearshift: --out: ")
+        assert fault in told
+
+
+def test_trying_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
+    assert writable_output("--out", str(tmp_path / "new"), "an array goes") == tmp_path / "new"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").write_text("kept")
+    writable_output("--out", str(tmp_path / "old"), "an array goes")
+    assert (tmp_path / "old").read_text() == "kept"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

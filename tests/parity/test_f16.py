@@ -15,6 +15,7 @@ from gearshift.proto.generation_result import FinishReason
 from gearshift.proto.ids import ComputeType, Layout
 from gearshift.tests.helpers.divergence import mean_divergence
 from gearshift.tests.helpers.gguf_builder import build_model
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.running_groups import RunningGroups
 
 LAYOUTS = [(Layout.LAYER, Layout.TENSOR), (Layout.TENSOR, Layout.LAYER)]
@@ -25,7 +26,7 @@ WORKERS = 2
 def test_logits_are_a_tenth_as_far_from_the_reference_as_bf16s_may_be(
     groups: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str
 ) -> None:  # fmt: skip
-    reference = np.load(tiny_reference(name))
+    reference = read_npz(tiny_reference(name))
     ids = [int(token) for token in reference["ids"]]
     driver = groups.load(tiny_model(name), WORKERS, compute_type=ComputeType.F16)
     for prefill, decode in LAYOUTS:

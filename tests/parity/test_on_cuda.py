@@ -17,6 +17,7 @@ from gearshift.proto.ids import ComputeType, Layout
 from gearshift.proto.nccl_choice import NCCL_VARIABLE
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.divergence import log_softmax, mean_divergence
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.running_groups import RunningGroups
 
 pytestmark = pytest.mark.cuda
@@ -34,9 +35,9 @@ def test_f32_on_the_device_equals_the_reference(
     on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
     workers: int,
 ) -> None:  # fmt: skip
-    path, reference = tiny_model(name), np.load(tiny_reference(name))
+    path, reference = tiny_model(name), read_npz(tiny_reference(name))
     wanted = (
-        np.load(path.with_suffix(".exact.npz"))["logits"] if name == "gemma3-swa-mqa" else reference["logits"]
+        read_npz(path.with_suffix(".exact.npz"))["logits"] if name == "gemma3-swa-mqa" else reference["logits"]
     )
     ids = [int(token) for token in reference["ids"]]
     driver = on_cuda.load(path, workers)
@@ -50,7 +51,7 @@ def test_cards_without_peer_access_compute_what_the_reference_does_with_nccl_and
     tiny_reference: Callable[[str], Path],
 ) -> None:  # fmt: skip
     groups, name = on_cuda_without_peer_access, "llama-q4k-mix"
-    reference = np.load(tiny_reference(name))
+    reference = read_npz(tiny_reference(name))
     ids = [int(token) for token in reference["ids"]]
     driver = groups.load(tiny_model(name), 2)
     assert groups.loaded[2].without_nccl == (os.environ[NCCL_VARIABLE] == "auto")
@@ -68,7 +69,7 @@ def test_sixteen_bits_on_the_device_stay_near_the_reference(
     on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
     workers: int, compute_type: ComputeType,
 ) -> None:  # fmt: skip
-    reference = np.load(tiny_reference(name))
+    reference = read_npz(tiny_reference(name))
     ids = [int(token) for token in reference["ids"]]
     driver = on_cuda.load(tiny_model(name), workers, compute_type=compute_type)
     for prefill, decode in LAYOUTS if workers > 1 else LAYOUTS[:1]:

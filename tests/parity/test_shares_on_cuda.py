@@ -20,6 +20,7 @@ from gearshift.proto.ids import ComputeType, KvType, Layout
 from gearshift.proto.sampling import SamplingParameters
 from gearshift.tests.helpers.answers import GREEDY, answer, first_difference, ids_of, lead
 from gearshift.tests.helpers.divergence import mean_divergence
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.running_groups import RunningGroups
 
 pytestmark = pytest.mark.cuda
@@ -45,7 +46,7 @@ def test_tiny_models_at_five_to_three_stay_at_the_reference(
     on_cuda: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
     compute_type: ComputeType,
 ) -> None:  # fmt: skip
-    reference = np.load(tiny_reference(name))
+    reference = read_npz(tiny_reference(name))
     ids = [int(token) for token in reference["ids"]]
     driver = on_cuda.load(
         tiny_model(name), 2, compute_type=compute_type, layer_shares=SHARES, tensor_shares=SHARES

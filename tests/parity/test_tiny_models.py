@@ -9,6 +9,7 @@ import pytest
 from gearshift.coordinator.chunks.plan import Fixed
 from gearshift.coordinator.evaluation import collect_logits
 from gearshift.proto.ids import Layout
+from gearshift.tests.helpers.npz import read_npz
 from gearshift.tests.helpers.running_groups import RunningGroups
 
 PROMPT_LENGTH = 37
@@ -30,11 +31,11 @@ def test_logits_equal_the_reference_in_every_layout(
     groups: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], name: str,
     workers: int,
 ) -> None:  # fmt: skip
-    path, reference = tiny_model(name), np.load(tiny_reference(name))
+    path, reference = tiny_model(name), read_npz(tiny_reference(name))
     wanted = reference["logits"]
     if name == "gemma3-swa-mqa":
         # The reference of that name rounds its GELU to half precision (see docs/lab_notes.md): this one does not.
-        wanted = np.load(path.with_suffix(".exact.npz"))["logits"]
+        wanted = read_npz(path.with_suffix(".exact.npz"))["logits"]
     ids = [int(token) for token in reference["ids"]]
     driver = groups.load(path, workers)
     worst = {}
@@ -53,7 +54,7 @@ def test_gemma3_stays_near_the_table_rounded_reference(
     groups: RunningGroups, tiny_model: Callable[[str], Path], tiny_reference: Callable[[str], Path], workers: int
 ) -> None:  # fmt: skip
     """The shared reference looks GELU up in a half-precision table; exact GELU lies 4.4e-3 from it everywhere."""
-    reference = np.load(tiny_reference("gemma3-swa-mqa"))
+    reference = read_npz(tiny_reference("gemma3-swa-mqa"))
     ids = [int(token) for token in reference["ids"]]
     rows, _ = collect_logits(groups.load(tiny_model("gemma3-swa-mqa"), workers), ids, PROMPT_LENGTH)
     assert np.abs(rows - reference["logits"]).max() < 5e-3

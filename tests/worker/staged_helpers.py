@@ -112,3 +112,24 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
         patch.setattr(staged_check, "new_stream", streams.new)
         patch.setattr(torch.cuda, "current_stream", streams.current)
         yield streams
+
+
+class PlainRanks:
+    """One rank that is told what others answer."""
+
+    device = CPU
+
+    def __init__(self, others_can: bool = True) -> None:
+        self.told: list[str] = []
+        self._others_can = others_can
+
+    def together(self, what: str, attempt: Callable[[], Any]) -> Any:
+        try:
+            found = attempt()
+        except (RuntimeError, OSError, ValueError) as error:
+            self.told.append(f"{what}: {error}")
+            return None
+        return found if self._others_can else None
+
+    def add_up(self, numbers: Any) -> Any:
+        return [list(each) for each in numbers]

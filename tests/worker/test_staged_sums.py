@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from gearshift.tests.worker.staged_helpers import CPU, made_ring
 from gearshift.tests.worker.test_ring import SHAPE
 from gearshift.tests.worker.threaded_streams import ComputingStream, ThreadDriver, ThreadStream, end_all
 from gearshift.worker.links import staged_sums
+from gearshift.worker.links.ring import LINE_BYTES
 from gearshift.worker.links.staged import Lanes, StagedLink
-from gearshift.worker.links.staged_sums import StagedSums
+from gearshift.worker.links.staged_sums import ALIGNED_VALUES, BLOCK_BYTES, StagedSums, blocks_of, spans
+from gearshift.worker.links.staging import RINGS_BYTES, moving_shape, summing_shape
 from gearshift.worker.links.tensor_group import sum_in_rank_order
 
 COUNTS = (1, 33, 1000, 4097)
@@ -76,3 +79,36 @@ def test_a_buffer_is_no_larger_than_the_largest_sum_needs(ranks: int, parts: flo
         sums.add_up(partial)
         assert ranks > 2 or bool((partial == 2).all())
         assert 0 <= sums._received.numel() / (1 << 20) - parts * largest < 1.01
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("values", [1, 31, 64, 1000, 524_288, 3_000_001])
+def test_a_stripe_falls_on_whole_lines_and_every_value_into_one(values: int, ranks: int) -> None:
+    stripes = spans(0, values, ranks)
+    assert len(stripes) == ranks
+    assert stripes[0][0] == 0
+    assert stripes[-1][1] == values
+    assert all(one[1] == other[0] for one, other in pairwise(stripes))
+    assert all(first % ALIGNED_VALUES == 0 or first == values for first, _ in stripes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("value_bytes", [2, 4])
+def test_what_comes_of_a_block_is_no_more_than_a_block_but_for_whole_lines(value_bytes: int, ranks: int) -> None:
+    most_bytes = BLOCK_BYTES + value_bytes * ALIGNED_VALUES * (ranks - 1)
+    for values in (1, BLOCK_BYTES // value_bytes, BLOCK_BYTES // value_bytes + 1, 33_554_433):
+        blocks = blocks_of(values, value_bytes)
+        assert (blocks[0][0], blocks[-1][1]) == (0, values)
+        assert all(one[1] == other[0] for one, other in pairwise(blocks))
+        for first, end in blocks:
+            largest = max(last - start for start, last in spans(0, end - first, ranks)) if ranks > 2 else end - first
+            assert largest * value_bytes * (ranks - 1) <= most_bytes
+    assert len(blocks_of(BLOCK_BYTES // value_bytes, value_bytes)) == 1
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_the_rings_of_a_rank_stay_within_their_bound(ranks: int) -> None:
+    for shape in (moving_shape(ranks), summing_shape(ranks)):
+        assert shape.least_piece_bytes <= shape.slot_bytes
+        assert shape.slot_bytes % LINE_BYTES == 0
+        assert 2 * (ranks - 1) * shape.slots * shape.slot_bytes <= RINGS_BYTES

@@ -43,11 +43,17 @@ def test_a_folder_without_a_model_or_without_a_first_shard_says_so(tmp_path: Pat
         find_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["Tiny-Q4", "tiny-q4", "Tiny-Q4.gguf"])
+@pytest.mark.parametrize("name", ["Tiny-Q4", "tiny-q4", "Tiny-Q4.gguf", "Tiny-Q4.GGUF", "TINY-Q4.Gguf"])
 def test_a_name_is_found_in_the_configured_folders_and_below_them(tmp_path: Path, name: str) -> None:
     touch(tmp_path / "one", "Tiny-Q4-chat.gguf")
     (path,) = touch(tmp_path / "two", "publisher/repository/Tiny-Q4.gguf")
     assert find_model(name, [tmp_path / "one", tmp_path / "two"]) == path
+
+
+def test_a_file_whose_suffix_is_in_capitals_is_a_model_as_any_other(tmp_path: Path) -> None:
+    (path,) = touch(tmp_path, "publisher/Tiny-Q4.GGUF")
+    assert find_model("tiny-q4.gguf", [tmp_path]) == path
+    assert find_model(str(path.parent)) == path
 
 
 def test_a_part_of_a_name_is_enough_where_one_model_has_it(tmp_path: Path) -> None:

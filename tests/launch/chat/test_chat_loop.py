@@ -9,7 +9,7 @@ import pytest
 
 from gearshift.coordinator.chat.messages import Message
 from gearshift.launch.chat.backend import ChatAnswer
-from gearshift.launch.chat.loop import converse
+from gearshift.launch.chat.loop import HELP, converse
 from gearshift.launch.chat.setup import first_messages, parse_template_options
 from gearshift.launch.chat.terminal import ChatTerminal
 from gearshift.launch.processes.signals import exit_on_signals, interrupts_noted
@@ -23,6 +23,7 @@ class FakeBackend:
 
     asked: list[list[Message]] = field(default_factory=list)
     reasoning: str = ""
+    drawn_seed: int | None = None
 
     def answer(
         self, messages: Sequence[Message], show: Callable[[Piece], None], interrupted: Callable[[], bool]
@@ -34,7 +35,9 @@ class FakeBackend:
             show(Piece(PieceKind.REASONING, self.reasoning))
         text = str(len(messages))
         show(Piece(PieceKind.ANSWER, text))
-        return ChatAnswer(text, self.reasoning, 10, 4, 1, 0.5, 2.0, stopped=interrupted(), at_limit=False)
+        return ChatAnswer(
+            text, self.reasoning, 10, 4, 1, 0.5, 2.0, stopped=interrupted(), at_limit=False, drawn_seed=self.drawn_seed
+        )
 
 
 class FakeTerminal(ChatTerminal):
@@ -94,6 +97,19 @@ def test_clear_keeps_the_system_message_alone() -> None:
     talk(backend, "a", "/clear", "b", "/exit", "c", first=[{"role": "system", "content": "s"}])
     assert roles(backend.asked[1]) == ["system", "user"]
     assert len(backend.asked) == 2
+
+
+def test_help_names_every_word_that_is_not_sent() -> None:
+    backend = FakeBackend()
+    terminal = talk(backend, "/help", "/clear", "/exit")
+    assert backend.asked == []
+    assert terminal.told[0] == HELP
+    assert all(word in HELP for word in ("/help", "/clear", "/exit"))
+
+
+def test_a_seed_that_was_drawn_is_told_behind_the_answer() -> None:
+    assert talk(FakeBackend(drawn_seed=123), "a").told[0].endswith(" tok/s, seed 123")
+    assert "seed" not in talk(FakeBackend(), "a").told[0]
 
 
 def test_other_words_with_a_slash_are_sent_as_they_stand() -> None:

@@ -229,6 +229,25 @@ def test_the_exit_code_is_one_only_with_a_problem(told: Callable[..., tuple[int,
     assert [one.name for one in checks if one.verdict == "problem"] == ["loopback ports"]
 
 
+def test_what_copies_are_staged_for_is_told_as_the_workers_will_choose(
+    told: Callable[..., tuple[int, list[Check]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def staged(facts: HostFacts, nccl: str, no_peer: str = "0") -> Check:
+        monkeypatch.setenv("GEARSHIFT_NCCL", nccl)
+        monkeypatch.setenv("GEARSHIFT_NO_PEER", no_peer)
+        (found,) = (one for one in told(facts)[1] if one.name == "staged copies")
+        return found
+
+    apart = gpu_machine(peers=(PEERS[0], PeerTest(1, 0, claimed=False, equal=True)))
+    assert staged(apart, "on").found.endswith("used where they are faster than NCCL (GEARSHIFT_NCCL=on)")
+    assert staged(apart, "auto").found.endswith("two workers have these alone, without NCCL (GEARSHIFT_NCCL=on: both)")
+    assert staged(GPU_MACHINE, "").found.endswith("used where they are faster than NCCL")
+    assert staged(GPU_MACHINE, "off").found.endswith("two workers have these alone, without NCCL (GEARSHIFT_NCCL=off)")
+    assert "without NCCL" in staged(GPU_MACHINE, "auto", no_peer="1").found
+    fault = gpu_machine(staged_fault="no words")
+    assert [staged(fault, nccl).verdict for nccl in ("auto", "off")] == ["note", "problem"]
+
+
 def test_a_model_that_fits_in_memory(
     told: Callable[..., tuple[int, list[Check]]], tiny_model: Callable[[str], Path]
 ) -> None:

@@ -3,49 +3,15 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gearshift.coordinator.costs.cost_model import (
-    ChunkCost,
-    Costs,
-    LayerKindCost,
-    LayerSeconds,
-    LinkCost,
     OverheadCost,
-    ShiftCost,
-    StepCost,
 )
 from gearshift.coordinator.costs.files import costs_to_json, write_costs
-from gearshift.coordinator.model.files import resolve_model
-from gearshift.coordinator.model.spec import build_spec
 from gearshift.launch.command_line import run_command
-from gearshift.tests.helpers.gguf_builder import build_model
-
-RIGS = Path(__file__).parents[3] / "examples" / "rigs"
-COSTS = Costs(
-    stages=(ChunkCost(1.0, 0.0), ChunkCost(2.0, 0.0)),
-    tensor_prefill=ChunkCost(4.0, 0.0),
-    decode_layer=StepCost(((1, 0.5),)),
-    decode_tensor=StepCost(((1, 0.25),)),
-    to_tensor=ShiftCost(1.0),
-    to_layer=ShiftCost(1.0),
-)
-WORDS = ("--prompt-tokens", "30", "--output-tokens", "11", "--chunk", "10")
-
-
-@pytest.fixture
-def costs_file(tmp_path: Path) -> Path:
-    path = tmp_path / "costs.json"
-    write_costs(path, COSTS, {"devices": ["cpu", "cpu"]})
-    return path
-
-
-def facts_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
-    assert run_command(["plan", *map(str, words), "--json"]) == 0
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return facts
+from gearshift.tests.helpers.plans import COSTS, WORDS, facts_of, refusal
 
 
 def test_a_plan_from_costs_alone_tells_all_journeys_the_choice_and_the_chunks(
@@ -185,54 +151,6 @@ def test_what_cannot_be_planned_is_told(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("rig", "prompt", "chosen", "with_a_shift"),
-    [
-        ("4070_3060_q5_k_m", 58_300, ("layer", "layer"), ("layer", "tensor")),
-        ("4070_3060_iq2_m", 17_055, ("layer", "layer"), ("layer", "tensor")),
-    ],
-)
-def test_the_published_rigs_are_planned_from_their_files(
-    rig: str,
-    prompt: int,
-    chosen: tuple[str, str],
-    with_a_shift: tuple[str, str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ("--costs", RIGS / f"{rig}.json", "--prompt-tokens", str(prompt), "--output-tokens", "128")
-    facts = facts_of(capsys, *words)
-    assert (facts["prefill"], facts["decode"]) == chosen
-    facts = facts_of(capsys, *words, "--shift-seconds", "0.3")
-    assert (facts["prefill"], facts["decode"]) == with_a_shift
-
-
-@pytest.mark.parametrize(
-    ("rig", "prompt", "walls"),
-    [
-        (
-            "4070_3060_q5_k_m",
-            58_300,
-            {"layer->layer": 86, "layer->tensor": 91, "tensor->tensor": 153, "tensor->layer": 156},
-        ),
-        ("4070_3060_iq2_m", 17_055, {"layer->layer": 25, "layer->tensor": 27, "tensor->tensor": 37}),
-    ],
-)
-def test_the_published_walls_stand_beside_the_predicted_ones_within_three_percent(
-    rig: str, prompt: int, walls: dict[str, float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--costs", RIGS / f"{rig}.json", "--prompt-tokens", str(prompt), "--output-tokens", "128")
-    for shift in ((), ("--shift-seconds", "0.3")):  # what was measured had the reload
-        found = facts_of(capsys, *words, *shift)["walls"]
-        names = {f"{one['prefill']}->{one['decode']}": one for one in found}
-        assert {name: one["measured_seconds"] for name, one in names.items()} == walls
-        for one in found:
-            assert one["predicted_seconds"] == pytest.approx(one["measured_seconds"], rel=0.03)
-    assert facts_of(capsys, *words, "--requests", "2")["walls"] == []
-    assert facts_of(capsys, *words[:-1], "64")["walls"] == []
-    assert run_command(["plan", *map(str, words)]) == 0
-    assert "measured by others (predicted), s, with a load of" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("walls", [None, 3, {"prompt_tokens": 30}, {"seconds": {"layer->layer": -1}}, {"\ud800": 1}])
 def test_walls_that_make_no_sense_are_none(
     walls: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -251,78 +169,6 @@ def test_a_longest_chunk_that_none_has_is_not_taken(
     assert facts_of(capsys, "--costs", path, *WORDS)["chunks"]
 
 
-@pytest.mark.parametrize(("prompt", "chunk"), [(2_013, 1024), (3_865, 1024), (10_041, 2048), (28_998, 3328)])
-def test_four_gp100_are_planned_with_the_published_chunks(
-    prompt: int, chunk: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--prompt-tokens", str(prompt), "--output-tokens", "1", "--chunk", "sqrt")
-    facts = facts_of(capsys, "--costs", RIGS / "four_gp100.json", *words)
-    assert facts["chunks"][0] == facts["plain_rule_chunk"] == chunk
-
-
-def test_with_a_model_the_plan_tells_its_memory_by_rank_and_phase(
-    costs_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("demo", "--workers", "2", "--costs", costs_file, "--context", "1024", *WORDS)
-    facts = facts_of(capsys, *words)
-    assert facts["context_tokens"] == 1024
-    for rank in facts["memory"]:
-        phases = (rank["prefill_bytes"], rank["shift_bytes"], rank["decode_bytes"])
-        assert rank["peak_bytes"] == max(phases)
-        assert min(phases) > rank["weight_bytes"] + rank["kv_bytes"]
-    assert run_command(["plan", *map(str, words)]) == 0
-    assert "memory, MiB, for 1,024 tokens of context" in capsys.readouterr().out
-
-
-def test_costs_of_another_number_of_workers_are_refused_beside_a_model(
-    costs_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(["plan", "demo", "--workers", "3", "--costs", str(costs_file), *WORDS]) == 2
-    assert "--workers 3: the costs in" in capsys.readouterr().err
-
-
-def told(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """The one line of a command that is refused."""
-    assert run_command(list(map(str, words))) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("gearshift: ")
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained for 512 tokens; 2 layers."""
-    return build_model(tmp_path_factory.mktemp("models") / "small.gguf")
-
-
-def test_a_prompt_beyond_the_context_is_refused_and_a_longer_context_is_told_to_be_beyond_the_training(
-    costs_file: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", small_model, "--workers", "2", "--costs", costs_file, "-n", "5"]
-    assert told(capsys, *words, "-p", "100000") == (
-        "the prompt has 100000 tokens, the length this model was trained for is 512; --context N goes beyond it"
-    )
-    assert told(capsys, *words, "-p", "20", "--context", "10") == "the prompt has 20 tokens, --context is 10"
-    assert run_command(list(map(str, [*words, "-p", "600", "--context", "1000"]))) == 0
-    assert "--context 1000 is longer than the 512 tokens this model was trained for" in capsys.readouterr().err
-
-
-def test_costs_of_another_model_are_refused_beside_a_model(
-    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files, name = resolve_model(str(small_model)), build_spec(resolve_model(str(small_model))).name
-    layers = LayerSeconds((LayerKindCost((0, 1, 2), COSTS.stages, COSTS.stages, (1.0, 1.0)),), (0.5, 0.5), (1.0, 1.0))
-    other, own, deeper = (tmp_path / f"{which}.json" for which in ("other", "own", "deeper"))
-    write_costs(other, COSTS, {"files": ["another"], "model": "A large one"})
-    write_costs(own, COSTS, {"files": [file.fingerprint for file in build_spec(files).files]})
-    write_costs(deeper, replace(COSTS, layer_seconds=layers), {})
-    words = ["plan", small_model, "--workers", "2", *WORDS, "--costs"]
-    assert told(capsys, *words, other) == (
-        f"the costs in {other} were measured with another model's files (A large one), not with {name}'s"
-    )
-    assert told(capsys, *words, deeper) == f"the costs in {deeper} are of a model with 3 layers, {name} has 2"
-    assert run_command(list(map(str, [*words, own]))) == 0
-
-
 @pytest.mark.parametrize("section", sorted(costs_to_json(COSTS)))
 def test_costs_without_a_section_are_planned_with_as_far_as_they_go_or_refused_in_one_line(
     section: str, costs_file: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
@@ -333,7 +179,7 @@ def test_costs_without_a_section_are_planned_with_as_far_as_they_go_or_refused_i
     for model in ([], [small_model, "--workers", "2"]):
         words = ["plan", *model, "--costs", costs_file, *WORDS]
         if section == "stages":
-            assert told(capsys, *words) == f"{costs_file}: costs: object missing required field `stages`"
+            assert refusal(capsys, *words) == f"{costs_file}: costs: object missing required field `stages`"
         else:
             assert run_command(list(map(str, words))) == 0
             assert "choice: " in capsys.readouterr().out
@@ -346,7 +192,7 @@ def test_files_that_hold_no_costs_are_refused_in_one_line(
     table = json.loads(costs_file.read_text())
     del table[section]
     costs_file.write_text(json.dumps(table))
-    line = told(capsys, "plan", "--costs", costs_file, *WORDS)
+    line = refusal(capsys, "plan", "--costs", costs_file, *WORDS)
     assert str(costs_file) in line
     assert section in line
 
@@ -361,58 +207,6 @@ def test_costs_that_are_missing_for_what_was_asked_for_are_named(
     write_costs(path, replace(COSTS, decode_tensor=None, decode_layer=None), {})
     reason = facts_of(capsys, "--costs", path, *WORDS)["reason"]
     assert reason.startswith("these costs hold no decode_layer and no decode_tensor: ")
-
-
-def test_where_memory_is_short_weights_migrate_and_their_moves_are_priced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "costs.json"
-    facts = {"devices": ["cpu", "cpu"], "compute_type": "bf16"}
-    write_costs(path, replace(COSTS, link=LinkCost(0.0, 1e6)), facts)
-    words = ("demo", "--workers", "2", "--costs", path, *WORDS)
-    ample = facts_of(capsys, *words)
-    assert not any("migrate" in line for line in ample["memory_told"])
-    tight = facts_of(capsys, *words, "--context", "512", "--memory-limit", "350MiB")
-    assert any("migrate" in line for line in tight["memory_told"])
-    moved = {(one["prefill"], one["decode"]): one["exposed_seconds"] for one in tight["journeys"]}
-    assert moved["layer", "tensor"] > 10  # tens of MiB at 1 MB/s
-    assert (tight["prefill"], tight["decode"]) == ("layer", "layer")
-    assert "leaves weights where they are" in tight["reason"]
-
-
-@pytest.mark.parametrize(
-    ("limits", "free_mebibytes", "told", "chosen"),
-    [
-        ("900M", None, "assumed: a process takes", ("layer", "tensor")),
-        ("660M,720M", None, "only the layer layout is used", ("layer", "layer")),
-        (None, (916, 976), "only the layer layout is used", ("layer", "layer")),  # less the usual reserve of 256 MiB
-        (None, (300, 12_288), "does not fit: rank 0 needs", ("layer", "tensor")),
-    ],
-    ids=["ample", "limits", "the rig's cards", "one too small"],
-)
-def test_f27_shares_of_57_and_43_on_cards_that_are_not_here_fall_back_to_the_layer_layout_where_that_alone_fits(
-    limits: str | None,
-    free_mebibytes: tuple[int, int] | None,
-    told: str,
-    chosen: tuple[str, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "costs.json"
-    there = {} if free_mebibytes is None else {"device_free_bytes": [one << 20 for one in free_mebibytes]}
-    write_costs(path, COSTS, {"devices": ["a card", "a card"], **there})
-    words = ("demo", "--workers", "2", "--costs", path, "-p", "400", "-n", "64", "--context", "2048", "--chunk", "200")
-    shares = ("--layer-share", "57,43", "--tensor-share", "57,43", "--max-chunk", "512")
-    facts = facts_of(capsys, *words, *shares, *(() if limits is None else ("--memory-limit", limits)))
-    assert told in facts["memory_told"][0]
-    assert (facts["prefill"], facts["decode"]) == chosen
-
-
-def test_what_does_not_fit_is_planned_and_told(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("demo", "--workers", "2", "--costs", costs_file, *WORDS)
-    facts = facts_of(capsys, *words, "--memory-limit", "200MiB")
-    assert len(facts["journeys"]) == 4
-    assert "does not fit" in facts["memory_told"][0]
 
 
 def test_a_files_words_reach_the_terminal_without_what_it_obeys(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,26 @@ def test_a_command_whose_stdout_is_full_says_so_and_ends_with_2() -> None:
         ended = _run(code, stdout=full.fileno())
     assert ended.returncode == 2
     assert ended.stderr == b"gearshift: standard output: No space left on device\n"
+
+
+COMMAND = (sys.executable, "-c", "from gearshift.launch.command_line import main; main()")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["tokenize", "demo", "-p", "hi"], ["config", "--json"]])
+def test_a_command_whose_answer_is_lost_to_a_closed_stdout_ends_as_where_it_is_full(words: list[str]) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *words], stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (2, b"gearshift: standard output: it is closed\n")
+
+
+def test_a_command_that_has_no_answer_needs_no_stdout(tmp_path: Path) -> None:
+    words = ["keys", str(tmp_path / "group.key")]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *words], stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "group.key").exists()
 
 
 WRITES_UNTIL_INTERRUPTED = f"""

@@ -115,6 +115,43 @@ def test_a_wrong_text_names_key_and_file_variable_or_flag(
     assert told([*words, *workers], capsys).startswith(SETTINGS[name].variable)
 
 
+# Values that are wrong for any model and any number of workers: `config` starts none, and refuses them as `run` does.
+IMPOSSIBLE = [
+    ("prefill", "lyer"), ("decode", "lyer"), ("device", "gpu"), ("chunk", "foo"), ("layer_split", [1, 0]),
+    ("layer_split", [-1, 1]), ("layer_share", [0.7, 0.7]), ("tensor_share", [0, 0]), ("compute_type", "f64"),
+    ("kv_type", "q9"), ("reserve", 5), ("memory_limit", "8G,6X"), ("residency", "x"), ("top_p", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_what_cannot_be_is_listed_by_no_command_as_a_value(
+    name: str,
+    value: object,
+    config: Path,
+    words: list[str | Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count = str(len(value) + (name == "layer_split")) if isinstance(value, list) else "2"
+    config.write_text(f"{name} = {toml(value)}\n")
+    for command in (["config"], ["config", "--json"]):
+        by_file = told([*command], capsys)
+        assert by_file.startswith(f"{name} in {config}")
+    if value != [-1, 1]:  # a model's layers are known there, and named
+        assert told([*words, "--workers", count], capsys) == by_file
+    config.unlink()
+    monkeypatch.setenv(SETTINGS[name].variable, ",".join(map(str, value)) if isinstance(value, list) else str(value))
+    assert told(["config"], capsys).startswith(SETTINGS[name].variable)
+
+
+def test_how_many_values_there_are_is_for_the_commands_to_say(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text('layer_share = [3, 1]\ntensor_share = "auto"\nmemory_limit = "8G,6G"\nlayer_split = [12, 24]\n')
+    assert run_command(["config"]) == 0
+    assert "8G,6G" in capsys.readouterr().out
+
+
 def test_both_of_two_settings_that_exclude_each_other_are_named(
     config: Path, words: list[str | Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

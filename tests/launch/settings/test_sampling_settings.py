@@ -87,6 +87,17 @@ def test_what_is_not_supported_is_told_unless_it_is_off() -> None:
         assert f"general.sampling.{key} = {value!r}, which is not supported" in warnings[0]
 
 
+def test_a_seed_that_is_drawn_is_told_as_the_number_that_it_became(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choose_sampling({}, {"seed": -1})
+    assert chosen.told.endswith(f", seed {chosen.parameters.seed} (drawn: --seed is -1)")
+    again = choose_sampling({}, {"seed": chosen.parameters.seed})
+    assert again.parameters == chosen.parameters
+    assert again.told.endswith(f", seed {chosen.parameters.seed} (--seed)")
+    monkeypatch.setenv("GEARSHIFT_SEED", "-1")
+    assert "seed" in choose_sampling({}).told
+    assert "seed" not in choose_sampling({}, seed_is_told=False).told
+
+
 def test_a_seed_outside_its_range_is_refused_by_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--seed takes"):
         choose_sampling({}, {"seed": -2})

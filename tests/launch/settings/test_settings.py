@@ -170,7 +170,7 @@ def written_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = config_path(os.environ)
     path.parent.mkdir()
-    path.write_text('workers = 3\nprefill = "pipeline"\nlayer_split = [8, 20]\ntop_k = 7\n')
+    path.write_text('workers = 3\nprefill = "layer"\nlayer_split = [8, 20]\ntop_k = 7\n')
     return path
 
 
@@ -181,6 +181,7 @@ def test_settings_of_the_file_reach_the_group(written_config: Path) -> None:
 
 
 def test_a_choice_that_is_none_names_the_file_it_stands_in(written_config: Path) -> None:
+    written_config.write_text('prefill = "pipeline"\n')
     with pytest.raises(InputError, match=r"prefill in .*/config.toml takes one of auto, layer, tensor"):
         layout_settings()
 
