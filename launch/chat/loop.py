@@ -81,10 +81,10 @@ def _summary(answer: ChatAnswer) -> str:
         f"read {read} of {counted(answer.prompt_tokens, 'token')}{kept} in {answer.prompt_seconds:.2f} s, "
         f"wrote {answer.answer_tokens} at {answer.tokens_per_second:.1f} tok/s"
     )
+    if answer.drawn_seed is not None:
+        text += f", seed {answer.drawn_seed}"
     if answer.stopped:
         text += ", stopped"
     elif answer.at_limit:
         text += ", cut off at the limit"
-    if answer.drawn_seed is not None:
-        text += f", seed {answer.drawn_seed}"
     return f"{text}; warning: {answer.warning}" if answer.warning else text

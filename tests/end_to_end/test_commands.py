@@ -175,7 +175,7 @@ def test_every_command_has_help_with_an_example(told: Callable[..., tuple[str, s
         (("run", "demo", "-p", "a", "--top-p", "1.5"), "--top-p"),
         (("logits", "demo"), "--tokens-file"),
         (("logits", "demo", "--tokens-file", "none.json", "--out", "x.npy"), "none.json"),
-        (("perplexity", "demo"), "--prompt"),
+        (("perplexity", "demo"), "--file and --tokens-file"),
         (("perplexity", "demo", "-f", "none.txt"), "none.txt"),
         (("tokenize", "demo", "-f", "none.txt"), "none.txt"),
         (("inspect", "none.gguf"), "none.gguf"),
