@@ -12,6 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...proto.commands import LinkOptions
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE, parse_decode_sums
 from ...proto.errors import InputError
 from ...proto.ids import ComputeType, KvType, Layout
 from ...proto.kv import KvFormat
@@ -132,6 +133,7 @@ def group_settings(
     if memory_limits is not None and len(memory_limits) not in (1, workers):
         values = f"{counted(len(memory_limits), 'value')} for {counted(workers, 'worker')}"
         raise InputError(f"{chosen.place('memory_limit')}: {values}; give one, or one for each")
+    parse_decode_sums(os.environ.get(DECODE_SUMS_VARIABLE, ""))  # the workers go by it
     return GroupSettings(
         workers=workers,
         device=_choice(chosen.place("device"), chosen.text("device"), tuple(Device)),

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE
 from ...proto.errors import InputError
 from ...proto.nccl_choice import NCCL_VARIABLE
 from ...proto.sampling import SamplingParameters
@@ -18,7 +19,7 @@ from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, Wh
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
 # No settings: workers read them, to be tried without peer access, by other ways and with faults on demand.
-VARIABLES_OF_WORKERS = frozenset({"GEARSHIFT_NO_PEER", NCCL_VARIABLE, "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"})
+VARIABLES_OF_WORKERS = frozenset({"GEARSHIFT_NO_PEER", NCCL_VARIABLE, DECODE_SUMS_VARIABLE, "GEARSHIFT_FAULT"})
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given
@@ -82,7 +83,7 @@ GROUP_SETTINGS = (
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),
     Setting("top_k", WholeNumber(0, _ANY_COUNT), _SAMPLING.top_k),
-    Setting("top_p", Number(0.0, 1.0), _SAMPLING.top_p),
+    Setting("top_p", Number(0.0, 1.0, open=True), _SAMPLING.top_p),
     Setting("min_p", Number(0.0, 1.0), _SAMPLING.min_p),
     Setting("repeat_penalty", Number(1e-6, 1e6), _SAMPLING.repetition_penalty),
     Setting("repeat_last_n", WholeNumber(-1, _ANY_COUNT), _SAMPLING.penalty_window),
