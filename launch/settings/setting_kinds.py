@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from math import isfinite
 from typing import Protocol, TypeAlias
 
 from ...proto.switches import parse_switch
@@ -58,7 +57,7 @@ class Number:
     def check(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not isfinite(value) or not self.low <= value <= self.high:
+        if not self.low <= value <= self.high:  # nan neither; a whole number may be beyond all floats
             raise ValueError
         return float(value)
 
@@ -107,5 +106,7 @@ class Folders:
 
     def check(self, value: object) -> tuple[str, ...]:
         if not isinstance(value, list | tuple) or not all(isinstance(folder, str) and folder for folder in value):
+            raise ValueError
+        if any("\0" in folder for folder in value):  # no path can have it
             raise ValueError
         return tuple(os.path.expanduser(folder) for folder in value)

@@ -15,6 +15,7 @@ from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE
 from ...proto.errors import InputError
 from ...proto.nccl_choice import NCCL_VARIABLE
 from ...proto.sampling import SamplingParameters
+from ...proto.shown import shown
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
@@ -83,7 +84,7 @@ GROUP_SETTINGS = (
 SAMPLING_SETTINGS = (
     Setting("temperature", Number(0.0, 1e6), _SAMPLING.temperature),
     Setting("top_k", WholeNumber(0, _ANY_COUNT), _SAMPLING.top_k),
-    Setting("top_p", Number(0.0, 1.0, open=True), _SAMPLING.top_p),
+    Setting("top_p", Number(0.0, 1.0), _SAMPLING.top_p),
     Setting("min_p", Number(0.0, 1.0), _SAMPLING.min_p),
     Setting("repeat_penalty", Number(1e-6, 1e6), _SAMPLING.repetition_penalty),
     Setting("repeat_last_n", WholeNumber(-1, _ANY_COUNT), _SAMPLING.penalty_window),
@@ -215,7 +216,7 @@ def _from_environment(setting: Setting, environment: Mapping[str, str]) -> Value
     try:
         value = setting.kind.parse(text)
     except ValueError:
-        raise InputError(f"{setting.variable} takes {setting.kind.wanted}, not {text!r}") from None
+        raise InputError(f"{setting.variable} takes {setting.kind.wanted}, not {shown(text)}") from None
     return Value(value, Source.ENVIRONMENT, setting.variable)
 
 
@@ -235,7 +236,7 @@ def _checked(setting: Setting, value: object, place: str) -> SettingValue:
     try:
         return setting.kind.check(value)
     except ValueError:
-        raise InputError(f"{place} takes {setting.kind.wanted}, not {value!r}") from None
+        raise InputError(f"{place} takes {setting.kind.wanted}, not {shown(value)}") from None
 
 
 def _refuse_unknown_keys(config: ConfigFile) -> None:
@@ -243,4 +244,4 @@ def _refuse_unknown_keys(config: ConfigFile) -> None:
         if key not in SETTINGS:
             close = get_close_matches(key, SETTINGS, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; `gearshift config` lists all settings"
-            raise InputError(f"{config.path}: there is no setting {key!r}{hint}")
+            raise InputError(f"{config.path}: there is no setting {shown(key)}{hint}")
