@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ..proto.errors import GearshiftError
-from .console import complain
+from .console import complain, show_trace
 from .processes.signals import SIGNAL_EXIT_CODES, exit_on_signals
 from .processes.standard_streams import READER_IS_GONE, drop_output, open_standard_streams
 
@@ -43,9 +43,7 @@ def run_command(words: Sequence[str]) -> int:
 
 def _explain(error: Exception, words: Sequence[str], message: str) -> None:
     if _debug_wanted(words):
-        from traceback import print_exception
-
-        print_exception(error)
+        show_trace(error)
     complain(message)
 
 
@@ -55,7 +53,7 @@ def _by_place(message: str, words: Sequence[str]) -> str:
 
     try:
         return told_by_place(message, current_settings(), words)
-    except GearshiftError:  # settings that cannot be read are what is being told about
+    except Exception:  # settings that cannot be read are what is being told about
         return message
 
 
@@ -64,5 +62,5 @@ def _debug_wanted(words: Sequence[str]) -> bool:
 
     try:
         return "--debug" in words or current_settings().switch("debug")
-    except GearshiftError:  # settings that cannot be read are what is being told about
+    except Exception:  # settings that cannot be read are what is being told about
         return False

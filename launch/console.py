@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ..proto.ids import Rank
+from ..proto.shown import printable_lines, told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,17 +36,24 @@ def stdout_console() -> "Console":
 
 def note(text: str) -> None:
     """A line about what the program does or has chosen."""
-    print(text, file=sys.stderr, flush=True)
+    print(told(text), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
     """A line about what did not go as asked, though the work goes on."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(told(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """The line that a command which could not do its work ends with."""
-    print(f"gearshift: {text}", file=sys.stderr, flush=True)
+    print(told(f"gearshift: {text}"), file=sys.stderr, flush=True)
+
+
+def show_trace(error: Exception) -> None:
+    """Where an error was raised, in full."""
+    from traceback import format_exception
+
+    print(printable_lines("".join(format_exception(error))), end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

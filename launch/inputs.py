@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ..proto.errors import InputError
+from ..proto.shown import told
 
 MAX_INPUT_BYTES = 256 << 20  # far above any context; keeps a wrong path from filling the memory
 
@@ -89,7 +90,7 @@ def _next_piece(pipe: int, path: str, bytes_so_far: int) -> bytes:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(told(text), file=sys.stderr, flush=True)
 
 
 def _can_be_opened_yet(pipe: int) -> bool:

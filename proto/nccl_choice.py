@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .errors import InputError
+from .shown import shown
 
 NCCL_VARIABLE = "GEARSHIFT_NCCL"
 MEASURED_RANKS = 2
@@ -26,7 +27,7 @@ def parse_nccl(text: str) -> NcclAsked:
     """Of the variable's text; an empty one and none are AUTO. `InputError` for another word."""
     word = text.strip().lower()
     if word not in ("", *NcclAsked):
-        raise InputError(f"{NCCL_VARIABLE} takes auto, on or off, not {text!r}")
+        raise InputError(f"{NCCL_VARIABLE} takes auto, on or off, not {shown(text)}")
     return NcclAsked(word or NcclAsked.AUTO)
 
 

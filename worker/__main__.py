@@ -28,6 +28,7 @@ from ..proto.library_environment import THREAD_VARIABLES, set_library_environmen
 from ..proto.probe import usual_compute_type
 from ..proto.processes import die_with_parent
 from ..proto.reports import Hello, WorkerFailed
+from ..proto.shown import told
 from ..proto.words import counted
 from .devices import ask_for_all_queues, cards_asked_for, find_device, number_devices_by_bus
 from .heartbeat import HeartbeatThread, Progress
@@ -100,7 +101,7 @@ def worker_process(
             stack.enter_context(HeartbeatThread(channel.address, place.rank, progress, keys))
             return _run(main_loop, channel, place, device, progress, options.model_path)
     except GearshiftError as error:
-        print(f"gearshift worker: {error}", file=sys.stderr)
+        print(told(f"gearshift worker: {error}"), file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
 

@@ -8,15 +8,17 @@ from msgspec import structs
 from ...proto.client_messages import Generate, Sampling
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import Layout
-from ...proto.sampling import SamplingParameters
+from ...proto.sampling import SamplingParameters, validate
 from ...proto.words import counted
 from ..chat.reasoning import ReasoningSplit, bytes_with_marks
 from ..chunks.plan import parse_chunk_rule
 from ..generation import GenerationRequest
+from ..policy.planning import check_max_tokens
 from ..tokenizer import Tokenizer, check_token_ids
 from ..tokenizer.text_stream import TextStream, parse_stops
 from .service import Service
 
+MAX_NAME_CHARACTERS = 256  # of a conversation
 USUAL_TOKEN_BYTES = 16  # texts shorter than this times the context are tokenised without a second look
 
 
@@ -26,6 +28,19 @@ class Prompt:
 
     ids: tuple[int, ...]
     reasons: bool | None = None
+
+
+def check_values(message: Generate, service: Service, vocab: int) -> None:
+    """What can be told of a request without a look at its prompt: refused before anything is built for it."""
+    _only_prompt(message)
+    parse_stops(message.stop)
+    parse_chunk_rule(message.chunk)
+    validate(choose_sampling(message.sampling, service.sampling), vocab)
+    check_max_tokens(message.max_tokens)
+    if message.conversation is not None and len(message.conversation) > MAX_NAME_CHARACTERS:
+        raise InputError(
+            f"the conversation's name has {len(message.conversation)} characters: {MAX_NAME_CHARACTERS} are possible"
+        )
 
 
 def read_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
@@ -38,8 +53,7 @@ def read_prompt(message: Generate, service: Service, vocab: int, context_tokens:
         raise InputError("the prompt is empty, and this model has no begin-of-text token to start from")
     if max(prompt.ids) >= vocab:
         raise InputError(f"token {max(prompt.ids)} of the prompt is beyond the model's {vocab} embedded tokens")
-    if len(prompt.ids) > context_tokens:
-        raise DoesNotFitError(f"the prompt has {counted(len(prompt.ids), 'token')}, the context {context_tokens}")
+    _check_fits(len(prompt.ids), context_tokens)
     return prompt
 
 
@@ -74,10 +88,14 @@ def choose_sampling(asked: Sampling, defaults: SamplingParameters) -> SamplingPa
     return structs.replace(defaults, **({"seed": secrets.randbits(63)} | given))
 
 
-def _given_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
+def _only_prompt(message: Generate) -> None:
     given = [name for name in ("text", "messages", "ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InputError(f"give exactly one of text, messages and ids; {' and '.join(given) or 'none'} given")
+
+
+def _given_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
+    _only_prompt(message)
     if message.messages is not None:
         if service.chat is None:
             raise InputError("this model's file has no chat template: give text or ids")
@@ -86,8 +104,14 @@ def _given_prompt(message: Generate, service: Service, vocab: int, context_token
         )
         return Prompt(rendered.ids, rendered.reasons)
     if message.ids is not None:
+        _check_fits(len(message.ids), context_tokens)
         return Prompt(tuple(check_token_ids(message.ids, vocab)))
     return Prompt(_text_ids(message.text or "", service.tokenizer, context_tokens))
+
+
+def _check_fits(tokens: int, context_tokens: int) -> None:
+    if tokens > context_tokens:
+        raise DoesNotFitError(f"the prompt has {counted(tokens, 'token')}, the context {context_tokens}")
 
 
 def _text_ids(text: str, tokenizer: Tokenizer, context_tokens: int) -> tuple[int, ...]:

@@ -48,18 +48,20 @@ from ...proto.errors import (
 from ...proto.generation_result import ShiftFailureKind
 from ...proto.ids import Layout, RequestId
 from ...proto.reports import MemoryReported
+from ...proto.shown import told
 from ..chunks.plan import parse_chunk_rule
 from ..driver import Driver
 from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, ScoresEvent, TokenEvent
 from ..model.file_blame import FileBlame, find_blame, tells_no_numbers
 from .answers import Answer
 from .loading import MAX_CLIENTS, greet
-from .prompts import build_request, open_text, read_prompt
+from .prompts import build_request, check_values, open_text, read_prompt
 from .service import Service
 
 MAX_REQUESTS = 1024  # of all clients, waiting and running
 MAX_REQUESTS_OF_CLIENT = 256
 MAX_CONVERSATIONS_OF_CLIENT = 256
+MAX_KEPT_BIASES = 1 << 20  # of all requests: each takes some 130 bytes
 MEMORY_SECONDS = 1.0  # for so long a rank's report of its memory is repeated
 
 Outgoing: TypeAlias = tuple[ClientPeer, AnyReply]
@@ -98,6 +100,7 @@ class RemoteApi:
         self._epoch = 0
         self._clients: dict[ClientPeer, dict[RequestId, Answer]] = {}
         self._client_of: dict[RequestId, ClientPeer] = {}
+        self._biases: dict[RequestId, int] = {}  # how many of each of these requests
         self._conversations: dict[ClientPeer, set[str]] = {}  # names as the driver knows them
         self._memory: tuple[MemoryReported, ...] = ()
         self._memory_at: float | None = None
@@ -129,7 +132,7 @@ class RemoteApi:
             return [(peer, self._answer(peer, request))]
         except (InputError, BusyError, ProtocolError) as error:
             kind = next(kind for error_type, kind in _KINDS if isinstance(error, error_type))
-            return [(peer, Refused(request.call, kind, str(error)))]
+            return [(peer, Refused(request.call, kind, told(str(error))))]
 
     def fault(self, peer: ClientPeer, message: str, call: int | None) -> list[Outgoing]:
         """A frame that is no request: said so, nothing else happens."""
@@ -138,7 +141,7 @@ class RemoteApi:
     def left(self, peer: ClientPeer) -> None:
         """A client is gone, or was dropped: its requests end."""
         for request in self._clients.pop(peer, {}):
-            del self._client_of[request]
+            del self._client_of[request], self._biases[request]
             if not self._failure:
                 self._driver.cancel(request)
         for conversation in self._conversations.pop(peer, ()):
@@ -176,28 +179,39 @@ class RemoteApi:
                 f"the plan is of epoch {message.plan_epoch}, before a switch of layouts: the epoch is {self._epoch}"
             )
         self._check_layouts(message.prefill, message.decode)
-        context = self._driver.settings.context_tokens
-        prompt = read_prompt(message, self._service, self._driver.spec.vocab, context)
-        stream, split = open_text(message, prompt, self._service.tokenizer)
-        request = build_request(message, prompt, self._service, self._layouts)
-        if message.conversation is not None:
-            request = replace(request, conversation=self._own_conversation(peer, message.conversation))
+        vocab, context = self._driver.spec.vocab, self._driver.settings.context_tokens
+        check_values(message, self._service, vocab)
+        self._check_biases(len(message.sampling.logit_bias))
+        own_name = None if message.conversation is None else self._own_conversation(peer, message.conversation)
+        prompt = read_prompt(message, self._service, vocab, context)
+        request = replace(build_request(message, prompt, self._service, self._layouts), conversation=own_name)
         plan = self._driver.plan(request)
+        stream, split = open_text(message, prompt, self._service.tokenizer)
         request_id = self._driver.submit(request)
         answers[request_id] = Answer(message.call, request_id, stream, split, streamed=message.stream)
         self._client_of[request_id] = peer
+        self._biases[request_id] = len(request.sampling.logit_bias)
+        if own_name is not None:
+            self._conversations.setdefault(peer, set()).add(own_name)
         return Accepted(
             message.call, request_id, len(request.prompt), plan.prefill, plan.decode, request.sampling.seed
         )
 
     def _own_conversation(self, peer: ClientPeer, name: str) -> str:
         """The name within this connection: clients share no conversations, whatever they call them."""
-        names = self._conversations.setdefault(peer, set())
+        names = self._conversations.get(peer, ())
         own = f"{peer.hex()}/{name}"
         if own not in names and len(names) >= MAX_CONVERSATIONS_OF_CLIENT:
             raise BusyError(f"{len(names)} conversations were begun on this connection")
-        names.add(own)
         return own
+
+    def _check_biases(self, more: int) -> None:
+        kept = sum(self._biases.values())
+        if kept + more > MAX_KEPT_BIASES:
+            raise BusyError(
+                f"requests that wait or run name {kept} tokens in logit_bias: with {more} more they would be over the "
+                f"limit of {MAX_KEPT_BIASES}"
+            )
 
     def _cancel(self, peer: ClientPeer, message: Cancel) -> Cancelled | Refused:
         if message.request not in self._clients[peer]:
@@ -360,6 +374,7 @@ class RemoteApi:
         for ending in endings:
             if (peer := self._client_of.pop(ending.request, None)) is None:
                 continue  # it left while the file was looked at
+            del self._biases[ending.request]
             answer = self._clients[peer].pop(ending.request)
             seconds = self._service.start_seconds, self._service.loaded.seconds
             replies.append((peer, answer.finish(ending.result, *seconds)))
@@ -380,4 +395,5 @@ class RemoteApi:
             answers.clear()
             replies.append((peer, GroupEnded(None, reason)))
         self._client_of.clear()
+        self._biases.clear()
         return replies

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ...proto.errors import InputError
+from ...proto.shown import shown
 
 Message: TypeAlias = dict[str, object]
 
@@ -46,7 +47,7 @@ def check_json(value: object, where: str) -> None:
         elif isinstance(item, Mapping):
             for key, inner in item.items():
                 if not isinstance(key, str):
-                    raise InputError(f"{place} has the key {key!r}, which is not text")
+                    raise InputError(f"{place} has the key {shown(key)}, which is not text")
                 todo += [(key, f"a key of {place}", depth), (inner, f"{place}.{key[:40]}", depth + 1)]
         elif isinstance(item, list | tuple):
             todo += [(inner, f"{place}[{index}]", depth + 1) for index, inner in enumerate(item)]
@@ -86,7 +87,7 @@ def _part(value: object, where: str) -> str:
         raise InputError(f"{where} must be a part with type and text, not {_kind(value)}")
     kind, text = value.get("type", "text"), value.get("text")
     if kind not in ("text", "input_text", "output_text"):
-        raise InputError(f"{where} is of type {kind!r}: only text parts can be read")
+        raise InputError(f"{where} is of type {shown(kind)}: only text parts can be read")
     if not isinstance(text, str):
         raise InputError(f"{where}.text must be text, not {_kind(text)}")
     return text

@@ -15,6 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ...proto.shown import LONGEST_MESSAGE, shortened
+
 KEPT_TEMPLATES = 4
 
 
@@ -54,11 +56,12 @@ class Sandbox:
         try:
             return _bounded(self._template(source), variables, most_characters)
         except _RefusedError as refusal:
-            raise RenderError(str(refusal)) from refusal
+            raise RenderError(shortened(str(refusal), LONGEST_MESSAGE)) from refusal
         except RenderError:
             raise
         except TemplateSyntaxError as error:
-            raise RenderError(f"the chat template is broken: line {error.lineno}: {error.message}") from error
+            what = shortened(str(error.message), LONGEST_MESSAGE)
+            raise RenderError(f"the chat template is broken: line {error.lineno}: {what}") from error
         except MemoryError as error:
             raise RenderError("the chat template needs more memory than it is given") from error
         except RecursionError as error:
@@ -66,7 +69,8 @@ class Sandbox:
         except Exception as error:  # a template can raise whatever Python can
             line = _line_of(error)
             where = f" in line {line}" if line else ""
-            raise RenderError(f"the chat template failed{where}: {type(error).__name__}: {error}") from error
+            what = shortened(str(error), LONGEST_MESSAGE)
+            raise RenderError(f"the chat template failed{where}: {type(error).__name__}: {what}") from error
 
     def _template(self, source: str) -> Template:
         if source not in self._compiled:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...proto.errors import InputError
+from ...proto.shown import shown
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 DEFAULT_NAME = "default"
@@ -45,7 +46,7 @@ class ChatTemplates:
             )
         if name is not None:
             if name not in self.by_name:
-                raise InputError(f"the model file has no chat template {name!r}; it has {self._names()}")
+                raise InputError(f"the model file has no chat template {shown(name)}; it has {self._names()}")
             return self.by_name[name]
         if has_tools and TOOLS_NAME in self.by_name:
             return self.by_name[TOOLS_NAME]

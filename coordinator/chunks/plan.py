@@ -19,6 +19,7 @@ from .one_length import kept_bound, lengths_of_task, longest_of_lengths
 from .search import best_chunks, fullest_chunks
 from .task import Task, longest_within
 
+MAX_RULE_CHARACTERS = 65_536  # of a rule's text: each number in it takes time to read
 DEFAULT_RATIO = 1024.0  # b/a in tokens where nothing was measured; public rigs lie between 290 and 1,024
 
 
@@ -74,6 +75,8 @@ class ChunkPlan:
 
 def parse_chunk_rule(text: str, place: str = "chunk") -> ChunkRule:
     """`auto`, `sqrt`, `sqrt:RATIO`, `N` or `N,N,M`; anything else is an `InputError` that names its place."""
+    if len(text) > MAX_RULE_CHARACTERS:
+        raise InputError(f"{place} has {len(text)} characters: {MAX_RULE_CHARACTERS} are possible")
     name, colon, value = text.strip().partition(":")
     try:
         if name == "auto" and not colon:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.ids import Layout
+from ...proto.shown import shown
 from .run_counts import run_count
 
 
@@ -44,7 +45,7 @@ class StepCost:
     def __post_init__(self) -> None:
         batches = [batch for batch, _ in self.seconds_of_batch]
         if not batches or batches[0] < 1 or any(b <= a for a, b in pairwise(batches)):
-            raise ValueError(f"a step's cost needs ascending batches of 1 or more, not {batches}")
+            raise ValueError(f"a step's cost needs ascending batches of 1 or more, not {shown(batches)}")
 
     def seconds(self, batch: int = 1, cached: int = 0) -> float:
         """A step of `batch` requests with `cached` tokens each; between the points linear, beyond them too."""

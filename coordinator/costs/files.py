@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from ...proto.errors import InputError
+from ...proto.shown import shortened, shown
 from ...proto.words import counted
 from .cost_model import ChunkCost, Costs, LayerSeconds
 
@@ -61,12 +62,12 @@ def read_cost_file(path: Path) -> CostFile:
     table = _json_table(path)
     if table.get("gearshift_costs") is True or table.get("gearshift_costs") != FORMAT:
         found = table.get("gearshift_costs")
-        raise InputError(f"{path} holds no costs: \"gearshift_costs\" must be {FORMAT}, not {found!r}")
+        raise InputError(f"{path} holds no costs: \"gearshift_costs\" must be {FORMAT}, not {shown(found)}")
     facts = table.get("facts", {})
     if not isinstance(facts, dict):
         raise InputError(f"{path}: facts must be an object")
     if unknown := table.keys() - {"gearshift_costs", "facts", "costs"}:
-        raise InputError(f"{path}: there is no field {min(unknown)}")
+        raise InputError(f"{path}: there is no field {shortened(min(unknown))}")
     if "costs" not in table:
         raise InputError(f"{path}: there is no field costs")
     try:
@@ -169,7 +170,7 @@ def _refuse_unknown(given: object, known: object, name: str) -> None:
     if isinstance(given, dict) and isinstance(known, dict):
         for key, value in given.items():
             if key not in known:
-                raise InputError(f"there is no field {name}.{key}")
+                raise InputError(f"there is no field {name}.{shortened(key)}")
             _refuse_unknown(value, known[key], f"{name}.{key}")
     elif isinstance(given, list) and isinstance(known, list | tuple):
         for index, (one, other) in enumerate(zip(given, known, strict=False)):

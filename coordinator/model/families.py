@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...proto.errors import UnsupportedModelError
 from ...proto.model import Activation, LayerSpec, RopeKind
+from ...proto.shown import shown
 
 
 def scale_by_key_width(layers: int, hidden: int, heads: int, key_width: int) -> float:
@@ -97,7 +98,8 @@ def family_of(architecture: str, source: str) -> Family:
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnsupportedModelError(
-            f"{source}: the architecture {architecture!r} is not supported; known are: {', '.join(sorted(FAMILIES))}"
+            f"{source}: the architecture {shown(architecture)} is not supported; known are: "
+            f"{', '.join(sorted(FAMILIES))}"
         )
     return family
 

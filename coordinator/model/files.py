@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ...proto.errors import InputError, ModelFileError
 from ...proto.fingerprint import file_fingerprint
 from ...proto.model import FileFacts, TensorInfo
-from .gguf_header import GgufHeader, MetadataValue, read_header, shown
+from ...proto.shown import shown
+from .gguf_header import GgufHeader, MetadataValue, read_header
 from .search import find_model
 
 DEMO_WORD = "demo"
@@ -126,10 +129,10 @@ def _check_shard(header: GgufHeader, index: int, first: GgufHeader) -> None:
             expected[key] = first.metadata[key]
     for key, value in expected.items():
         found = header.metadata.get(key)
-        if found != value:
+        if isinstance(found, np.ndarray) or isinstance(value, np.ndarray) or found != value:
             raise ModelFileError(
-                f"{header.path}: is not a shard of the same model as {first.path.name}: its {key} is {found!r}, "
-                f"not {value!r}"
+                f"{header.path}: is not a shard of the same model as {first.path.name}: its {key} is {shown(found)}, "
+                f"not {shown(value)}"
             )
 
 
@@ -167,7 +170,7 @@ def _refuse_joined(header: GgufHeader, number: int, count: int) -> None:
 def _split_number(header: GgufHeader, key: str, default: int) -> int:
     value = header.metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 100_000_000:
-        raise ModelFileError(f"{header.path}: {key} is {value!r}, not a count")
+        raise ModelFileError(f"{header.path}: {key} is {shown(value)}, not a count")
     if key != "split.tensors.count" and value > 99_999:
         raise ModelFileError(f"{header.path}: {key} is {value}, more than shard names can count")
     return value

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto.errors import ModelFileError, UnsupportedModelError
+from ...proto.shown import shown
 from ...proto.words import counted
 from .gguf_types import TensorType, supported_types, unsupported_type
 
@@ -104,11 +105,6 @@ def read_header(path: Path) -> GgufHeader:
             return _Walker(path, file, file_bytes).header()
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def shown(name: str) -> str:
-    """A name from a file, quoted and short enough for a message."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
 def _regular_file_bytes(path: Path) -> int:

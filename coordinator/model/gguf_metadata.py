@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...proto.errors import ModelFileError
-from .gguf_header import MetadataValue, shown
+from ...proto.shown import shown
+from .gguf_header import MetadataValue
 
 _MAX_NUMBER = 2**31 - 1
 

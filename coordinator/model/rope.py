@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from ...proto.errors import ModelFileError, UnsupportedModelError
 from ...proto.model import RopeScaling, RopeSpec, TensorInfo
+from ...proto.shown import shown
 from .families import Family
-from .gguf_header import shown
 from .gguf_metadata import Metadata
 
 DEFAULT_ROPE_BASE = 10_000.0
+MOST_TURNS = 1e9
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
@@ -81,6 +82,8 @@ def _scaled(rope: RopeSpec, metadata: Metadata) -> RopeSpec:
     if kind == "yarn":
         if factor < 1.0:
             raise metadata.fail("rope.scaling.factor", "a yarn factor of at least 1")
+        if rope.base == 1.0:
+            raise metadata.fail("rope.freq_base", "a number above 0 other than 1, which yarn cannot scale")
         return replace(
             rope,
             scaling=RopeScaling.YARN,
@@ -88,8 +91,8 @@ def _scaled(rope: RopeSpec, metadata: Metadata) -> RopeSpec:
             attention_factor=rope.attention_factor
             * metadata.positive_number("rope.scaling.yarn_attn_factor", 1.0),
             extrapolation_mix=_extrapolation_mix(metadata),
-            beta_fast=metadata.positive_number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=metadata.positive_number("rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=_turns(metadata, "rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=_turns(metadata, "rope.scaling.yarn_beta_slow", 1.0),
         )
     if kind == "none" or factor == 1.0:
         return rope
@@ -103,6 +106,14 @@ def _factor(metadata: Metadata) -> float:
     if factor < 0:
         raise metadata.fail("rope.scaling.factor", "a number above 0")
     return factor
+
+
+def _turns(metadata: Metadata, key: str, default: float) -> float:
+    """Within the original context, where yarn's ramp begins or ends: bounded, as its logarithm is taken."""
+    turns = metadata.positive_number(key, default)
+    if not 1 / MOST_TURNS <= turns <= MOST_TURNS:
+        raise metadata.fail(key, f"a number from {1 / MOST_TURNS:g} to {MOST_TURNS:g}")
+    return turns
 
 
 def _extrapolation_mix(metadata: Metadata) -> float:
@@ -128,7 +139,7 @@ def _factors_tensor(
         return ROPE_FACTORS
     if kind != "longrope" or present != [LONG_FACTORS, SHORT_FACTORS]:
         raise ModelFileError(
-            f"{metadata.source}: the rope factors do not fit together: scaling type {kind!r} with "
+            f"{metadata.source}: the rope factors do not fit together: scaling type {shown(kind)} with "
             f"{', '.join(present) or 'no factor tensors'}; expected {ROPE_FACTORS} alone, or longrope with "
             f"{LONG_FACTORS} and {SHORT_FACTORS}"
         )

@@ -67,7 +67,7 @@ def _models(folder: Path, depth: int) -> list[Path]:
     found: list[Path] = []
     try:
         entries = sorted(folder.iterdir())
-    except OSError:
+    except (OSError, ValueError):  # the latter: NUL in its name
         return found  # a configured folder that is gone or closed holds no model
     for entry in entries:
         if entry.suffix.lower() == SUFFIX and entry.is_file():

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...proto.errors import ModelFileError, UnsupportedModelError
 from ...proto.model import LayerSpec, ModelSpec, TensorInfo
+from ...proto.shown import printable, shown
 from .families import NEUTRAL_VALUES, Family, family_of, layer_shapes, model_shapes
 from .files import ModelFiles
-from .gguf_header import shown
 from .gguf_metadata import Metadata
 from .rope import FACTOR_TENSORS, Ropes, read_ropes
 
@@ -98,7 +98,7 @@ def _model_name(files: ModelFiles) -> str:
     if not isinstance(name, str) or not name:
         return files.path.stem
     # Bytes that are no text cannot travel in a message, and a terminal would obey what is not printable.
-    shown_name = "".join(letter if letter.isprintable() else "?" for letter in name[:LONGEST_NAME])
+    shown_name = printable(name[:LONGEST_NAME])
     return shown_name + "..." if len(name) > LONGEST_NAME else shown_name
 
 

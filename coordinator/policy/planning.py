@@ -8,6 +8,7 @@ import numpy as np
 from ...proto.errors import DoesNotFitError, InputError
 from ...proto.ids import RequestId
 from ...proto.sampling import validate
+from ...proto.shown import shown
 from ...proto.words import counted
 from ..chunks.plan import Limits
 from ..costs.cost_model import Costs
@@ -119,14 +120,17 @@ def _check(request: GenerationRequest, vocab: int, context_tokens: int) -> None:
     wanted = len(request.prompt) + len(request.forced)
     if wanted > context_tokens:
         raise DoesNotFitError(f"{counted(wanted, 'token')} do not fit in a context of {context_tokens}")
-    if request.max_tokens is not None and not _is_count(request.max_tokens):
-        raise InputError(
-            f"the number of tokens to write must be a whole number, 0 or more, not {request.max_tokens!r}"
-        )
+    check_max_tokens(request.max_tokens)
     if request.targets and len(request.targets) != len(request.prompt):
         raise InputError(f"{len(request.targets)} targets were given for {len(request.prompt)} prompt tokens")
     if any(not -1 <= target < vocab for target in request.targets):
         raise InputError(f"a target is no token of this model, which has tokens 0 to {vocab - 1}")
+
+
+def check_max_tokens(count: object) -> None:
+    """Raises `InputError` for what is neither None nor a number of tokens to write."""
+    if count is not None and not _is_count(count):
+        raise InputError(f"the number of tokens to write must be a whole number, 0 or more, not {shown(count)}")
 
 
 def _check_tokens(tokens: tuple[int, ...], vocab: int) -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
-from ...proto.errors import UnsupportedModelError
+from ...proto.errors import ModelFileError, UnsupportedModelError
+from ...proto.shown import shown
 from .byte_level import build_byte_level, read_pre_tokenizing
 from .partition import Partition
-from .scored_merges import ScoredMergeModel
+from .scored_merges import ScoredMergeModel, byte_of_text
 from .special_tokens import Defaults, SpecialTokens, flag, read_special_tokens
 from .tokenizer import TextModel, Tokenizer
-from .vocabulary import EMPTY_VOCABULARY, Vocabulary, read_vocabulary
+from .vocabulary import EMPTY_VOCABULARY, TOKENS_KEY, TokenKind, Vocabulary, read_vocabulary
 
 MODEL_KEY = "tokenizer.ggml.model"
 KNOWN_MODELS = ("llama", "gpt2")
@@ -26,6 +27,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     are missing or make no sense. What is odd but usable is told in `Tokenizer.warnings`.
     """
     model = metadata.get(MODEL_KEY)
+    if model is not None and not isinstance(model, str):
+        raise ModelFileError(f"{MODEL_KEY} is not a string")
     if model in _NO_MODEL:
         return _without_text(metadata)
     if model == "llama":
@@ -34,13 +37,14 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         return _byte_level(metadata)
     known = ", ".join(KNOWN_MODELS)
     raise UnsupportedModelError(
-        f"tokenizers of kind {model!r} ({MODEL_KEY}) are not known here; known are {known}"
+        f"tokenizers of kind {shown(model)} ({MODEL_KEY}) are not known here; known are {known}"
     )
 
 
 def _scored(metadata: Mapping[str, object]) -> Tokenizer:
     vocabulary = read_vocabulary(metadata)
     special = read_special_tokens(metadata, vocabulary, len(vocabulary), _SCORED_DEFAULTS)
+    _check_byte_tokens(vocabulary, special.kinds)
     model = ScoredMergeModel(vocabulary, special.unknown)
     space_prefix = flag(metadata, "add_space_prefix", _SCORED_DEFAULTS.space_prefix)
     return _tokenizer(metadata, vocabulary, special, model, space_prefix=space_prefix)
@@ -82,3 +86,14 @@ def _tokenizer(
         vocab_size=len(vocabulary) if vocab_size is None else vocab_size,
         warnings=tuple(warnings),
     )
+
+
+def _check_byte_tokens(vocabulary: Vocabulary, kinds: bytes) -> None:
+    token_id = kinds.find(TokenKind.BYTE)
+    while token_id != -1:
+        if byte_of_text(vocabulary.texts[token_id]) is None:
+            raise ModelFileError(
+                f"{TOKENS_KEY}: token {token_id} is a byte token and reads {shown(vocabulary.texts[token_id])}; such a "
+                "token names its byte in two digits, as in <0x0A>"
+            )
+        token_id = kinds.find(TokenKind.BYTE, token_id + 1)

@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 
 from ...proto.errors import ModelFileError, UnsupportedModelError
+from ...proto.shown import shown
 from .vocabulary import Vocabulary, text_list
 
 PRE_KEY = "tokenizer.ggml.pre"
@@ -57,16 +58,17 @@ KNOWN_PRE_TOKENIZERS = tuple(PRE_TOKENIZERS)
 def read_pre_tokenizing(metadata: Mapping[str, object]) -> tuple[PreTokenizing, str | None]:
     """The pre-tokenizer the file names, and a warning where it names none. An unknown name is refused."""
     name = metadata.get(PRE_KEY)
-    if name is None or name == "":
+    if name is not None and not isinstance(name, str):
+        raise ModelFileError(f"{PRE_KEY} is not a string")
+    if not name:
         return PRE_TOKENIZERS["default"], (
             f"{PRE_KEY} IS MISSING: 'default' is used, and answers may be worse for it; "
             "convert the model again with a newer converter"
         )
-    if not isinstance(name, str):
-        raise ModelFileError(f"{PRE_KEY} is not a string")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the pre-tokenizer {name!r} ({PRE_KEY}) is not known here; known are {', '.join(KNOWN_PRE_TOKENIZERS)}"
+            f"the pre-tokenizer {shown(name)} ({PRE_KEY}) is not known here; known are "
+            f"{', '.join(KNOWN_PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name], None
 

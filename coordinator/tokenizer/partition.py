@@ -1,11 +1,14 @@
 """Cuts a text at the special tokens it spells out."""
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .vocabulary import TokenKind, Vocabulary
+from ...proto.errors import ModelFileError
+from .vocabulary import TOKENS_KEY, TokenKind, Vocabulary
 
+MAX_CONTROL_CHARACTERS = 512  # of a control token: how texts around them are told apart takes time by its square
 _PREFIX_CHARACTERS = 3
 
 
@@ -55,22 +58,26 @@ class Partition:
             while start != -1:
                 places.add(start)
                 start = text.find(spelled.text, start + 1)
-        heads, tails, longest = self._affixes
+        starts, ends, longest = self._control_texts
         first, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for length in range(1, min(longest, end - first + 1)):
-            if text[end - length : end] in heads:
+            if _begins_one(text[end - length : end], starts):
                 places.add(end - length)
-            if text[first : first + length] in tails:
+            if _begins_one(text[first : first + length][::-1], ends):
                 places.add(first)
         return sorted(places)
 
     @cached_property
-    def _affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """Proper starts and ends of all control tokens, and the longest token's length."""
+    def _control_texts(self) -> tuple[list[str], list[str], int]:
+        """All control tokens in order, all of them read backwards in order, and the longest one's length."""
         texts = [spelled.text for members in self._if_parsed.values() for spelled in members]
-        heads = frozenset(text[:length] for text in texts for length in range(1, len(text)))
-        tails = frozenset(text[length:] for text in texts for length in range(1, len(text)))
-        return heads, tails, max(map(len, texts), default=0)
+        return sorted(texts), sorted(text[::-1] for text in texts), max(map(len, texts), default=0)
+
+
+def _begins_one(start: str, texts: Sequence[str]) -> bool:
+    """Whether one of the texts, which are in order, is `start` and more."""
+    place = bisect_right(texts, start)  # what begins with it comes directly behind it
+    return place < len(texts) and texts[place].startswith(start)
 
 
 def _by_prefix(vocabulary: Vocabulary, kinds: bytes, wanted: set[TokenKind]) -> dict[str, list[_Spelled]]:
@@ -80,6 +87,11 @@ def _by_prefix(vocabulary: Vocabulary, kinds: bytes, wanted: set[TokenKind]) -> 
         token_id = kinds.find(kind)
         while token_id != -1:
             text = vocabulary.texts[token_id]
+            if kind != TokenKind.USER_DEFINED and len(text) > MAX_CONTROL_CHARACTERS:
+                raise ModelFileError(
+                    f"{TOKENS_KEY}: the control token {token_id} has {len(text)} characters; at most "
+                    f"{MAX_CONTROL_CHARACTERS} can be"
+                )
             spelled = _Spelled(text, token_id, len(vocabulary.raw_bytes(token_id)), kind != TokenKind.USER_DEFINED)
             groups.setdefault(text[:_PREFIX_CHARACTERS], []).append(spelled)
             token_id = kinds.find(kind, token_id + 1)

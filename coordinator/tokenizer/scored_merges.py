@@ -5,6 +5,7 @@ The library holds the merging only. Kinds play no part in it, as in the referenc
 token covers, and spelling that out in byte tokens is done here. Measured on 262,144 tokens: 0.3 s to load.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ _BPE_TRAINER = b"\x18\x02"  # TrainerSpec.model_type = BPE
 _PLAIN_NORMALIZER = b"\x18\x00\x20\x00\x28\x00"
 _SCORE_TAG = b"\x15"  # SentencePiece.score, a 32-bit value
 _SCORE = struct.Struct("<cf")
+_BYTE_TEXT = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class ScoredMergeModel:
@@ -68,12 +70,8 @@ class ScoredMergeModel:
 
 def byte_of_text(text: str) -> int | None:
     """The byte that `<0xNN>` names, None for any other text."""
-    if len(text) != 6 or not text.startswith("<0x") or not text.endswith(">"):
-        return None
-    try:
-        return int(text[3:5], 16)
-    except ValueError:
-        return None
+    found = _BYTE_TEXT.fullmatch(text)
+    return None if found is None else int(found[1], 16)
 
 
 def _byte_ids(vocabulary: Vocabulary) -> dict[int, int]:

@@ -5,16 +5,21 @@ gives, cut off before the stop.
 """
 
 import codecs
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...proto.errors import InputError
 
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 4_096  # of each: what is looked for costs memory a character
 
 
 def parse_stops(stops: object) -> tuple[str, ...]:
-    """Stop strings as a request gives them: None, one string, or up to 16 in a list. Raises InputError."""
+    """Stop strings as a request gives them: None, one string, or up to 16 in a list, each of up to 4,096 characters.
+
+    Raises InputError.
+    """
     if stops is None:
         return ()
     if isinstance(stops, str):
@@ -28,6 +33,10 @@ def parse_stops(stops: object) -> tuple[str, ...]:
             raise InputError(f"stop string {position} is {type(stop).__name__}, not a string")
         if not stop:
             raise InputError(f"stop string {position} is empty: it would end every answer at once")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise InputError(
+                f"stop string {position} has {len(stop)} characters: {MAX_STOP_CHARACTERS} are possible"
+            )
     return tuple(stops)
 
 
@@ -99,19 +108,19 @@ class _StopSearch:
 
     stop: str
     # [n]: the length of the longest shorter start of the stop that its first n + 1 characters also end with.
-    fallbacks: tuple[int, ...]
+    fallbacks: "array[int]"
     matched: int = 0
 
     @classmethod
     def of(cls, stop: str) -> "_StopSearch":
-        fallbacks = [0]
+        fallbacks = array("H", [0])  # 2 bytes each: MAX_STOP_CHARACTERS fit
         matched = 0
         for character in stop[1:]:
             while matched and stop[matched] != character:
                 matched = fallbacks[matched - 1]
             matched += stop[matched] == character
             fallbacks.append(matched)
-        return cls(stop, tuple(fallbacks))
+        return cls(stop, fallbacks)
 
     def advance(self, character: str) -> bool:
         """Takes one character; True when the stop string is complete."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...proto.errors import InputError
+from ...proto.shown import shown
 from .partition import Partition
 from .scored_merges import byte_of_text
 from .special_tokens import SpecialTokens
@@ -144,10 +145,10 @@ def check_token_ids(ids: Sequence[object], vocab_size: int) -> list[int]:
     for position, token_id in enumerate(ids):
         # bool is an int in Python, but True is no token.
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise InputError(f"token {position} of the prompt is {token_id!r}, not a whole number")
+            raise InputError(f"token {position} of the prompt is {shown(token_id)}, not a whole number")
         if not 0 <= token_id < vocab_size:
             raise InputError(
-                f"token {position} of the prompt is {token_id}; ids go from 0 to {vocab_size - 1}"
+                f"token {position} of the prompt is {shown(token_id)}; ids go from 0 to {vocab_size - 1}"
             )
         checked.append(token_id)
     return checked

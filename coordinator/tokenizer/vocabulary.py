@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto.errors import ModelFileError
+from ...proto.shown import shown
 from ...proto.words import counted
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
@@ -59,7 +60,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         raise ModelFileError(f"{TOKENS_KEY} is empty: the tokenizer has no tokens")
     ids = {text: token_id for token_id, text in enumerate(texts)}
     if len(ids) != len(texts):
-        raise ModelFileError(f"{TOKENS_KEY} holds the same text twice: {_first_duplicate(texts)!r}")
+        raise ModelFileError(f"{TOKENS_KEY} holds the same text twice: {shown(_first_duplicate(texts))}")
     return Vocabulary(texts, _kinds(metadata, len(texts)), _scores(metadata, len(texts)), ids)
 
 

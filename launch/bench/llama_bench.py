@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ...proto.errors import InputError
+from ...proto.shown import printable
 from ...proto.words import counted
 
 HELP_SECONDS = 60.0  # a CUDA build looks at its devices before it answers
@@ -146,7 +147,7 @@ def _checked_seconds(key: str, nanoseconds: object) -> float:
 
 def _printable(text: str) -> str:
     """A stranger's words for a terminal, not without end."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:LAST_CHARACTERS])
+    return printable(text[:LAST_CHARACTERS])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import sys
 
 from ...proto.errors import InputError
 from ...proto.pieces import Piece, PieceKind
+from ...proto.shown import told
+from .. import console
 from ..processes.signals import interrupts_raised
 
 PROMPT = "> "
@@ -76,9 +78,9 @@ class ChatTerminal:
 
     def tell(self, text: str) -> None:
         """A line beside the conversation."""
-        dimmed = sys.stderr.isatty()
-        print(f"{_DIM}[{text}]{_PLAIN}" if dimmed else f"[{text}]", file=sys.stderr, flush=True)
+        dimmed, line = sys.stderr.isatty(), told(f"[{text}]")
+        print(f"{_DIM}{line}{_PLAIN}" if dimmed else line, file=sys.stderr, flush=True)
 
     def complain(self, text: str) -> None:
         """What could not be done."""
-        print(f"gearshift: {text}", file=sys.stderr, flush=True)
+        console.complain(text)

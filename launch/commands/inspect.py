@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...proto.errors import UnsupportedModelError
+from ...proto.shown import printable, printable_lines, shortened
 from ...proto.words import counted, plural
 from ..console import stdout_console, warn
 from ..settings import flags
@@ -14,6 +15,7 @@ from ..start.models import open_files
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from ...coordinator.model.files import ModelFiles
     from ...proto.model import ModelSpec
@@ -145,10 +147,10 @@ def _show(facts: dict[str, Any], workers: int, list_tensors: bool) -> None:
 
     console = stdout_console()
     for file in facts["files"]:
-        console.print(Text(f"{file['path']}  {file['bytes']:,} bytes"))
+        console.print(Text(f"{printable(file['path'])}  {file['bytes']:,} bytes"))
     metadata = Table("key", "value", title="metadata", title_justify="left")
     for key, value in facts["metadata"].items():
-        metadata.add_row(Text(key), Text(_told_value(value)))
+        metadata.add_row(_cell(key), Text(printable_lines(_told_value(value))))
     console.print(metadata)
     types = Table("type", "tensors", "bytes", title="tensor types", title_justify="left")
     for name, entry in facts["tensor_types"].items():
@@ -158,11 +160,18 @@ def _show(facts: dict[str, Any], workers: int, list_tensors: bool) -> None:
         listing = Table("tensor", "type", "shape", "bytes", title="tensors", title_justify="left")
         for one in facts["tensors"]:
             listing.add_row(
-                Text(one["name"]), one["type"], "x".join(map(str, one["shape"])), f"{one['bytes']:,}"
+                _cell(one["name"]), one["type"], "x".join(map(str, one["shape"])), f"{one['bytes']:,}"
             )
         console.print(listing)
     if facts["parts"]:
         console.print(_parts_table(facts["parts"], workers))
+
+
+def _cell(name: str) -> "Text":
+    """A stranger's name: a terminal must not obey it."""
+    from rich.text import Text
+
+    return Text(printable(shortened(name, TEXT_CHARACTERS)))
 
 
 def _told_value(value: Any) -> str:

@@ -8,7 +8,7 @@ import typer
 from ..console import warn
 from ..prompts import read_prompt_text
 from ..settings import flags
-from ..start.models import open_files
+from ..start.models import open_files, open_tokenizer
 
 EXAMPLES = """\
 gearshift tokenize demo -p "Hello, world"
@@ -33,10 +33,8 @@ def tokenize(
     as_json: flags.Json = False,
 ) -> None:
     """Show the token ids of a text; BOS is put in front where the model's file asks for it."""
-    from ...coordinator.tokenizer import build_tokenizer
-
     text = read_prompt_text(prompt, file)
-    tokenizer = build_tokenizer(open_files(model).metadata)
+    tokenizer = open_tokenizer(open_files(model))
     for warning in tokenizer.warnings:
         warn(warning)
     ids = tokenizer.encode(text, add_special=not no_bos, parse_special=not no_special)

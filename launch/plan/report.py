@@ -10,6 +10,7 @@ from ...coordinator.fit.memory import RankMemory
 from ...coordinator.policy.outlook import BreakEven, Outlook
 from ...coordinator.policy.policy import Journey, told_forecasts
 from ...proto.ids import Layout
+from ...proto.shown import printable
 from ...proto.words import plural
 from ..report import MEBIBYTE, chunks_text
 from .fit import PlannedMemory
@@ -129,7 +130,7 @@ def _heading(plan: PlanFacts) -> list[str]:
 def _told(fact: object) -> str:
     """A file's words for people: nothing that a terminal obeys, not without end."""
     text = str(fact)
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_FACT])
+    shown = printable(text[:LONGEST_FACT])
     return shown + "..." if len(text) > LONGEST_FACT else shown
 
 

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...proto.commands import LinkOptions
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE, parse_decode_sums
 from ...proto.errors import InputError
 from ...proto.ids import ComputeType, KvType, Layout
 from ...proto.kv import KvFormat
@@ -131,6 +132,7 @@ def group_settings(
     if settings.memory_limits is not None and len(settings.memory_limits) not in (1, settings.workers):
         values = f"{counted(len(settings.memory_limits), 'value')} for {counted(settings.workers, 'worker')}"
         raise InputError(f"{limits}: {values}; give one, or one for each")
+    parse_decode_sums(os.environ.get(DECODE_SUMS_VARIABLE, ""))  # the workers go by it
     return settings
 
 

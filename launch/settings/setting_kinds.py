@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from math import isfinite
 from typing import Protocol, TypeAlias
 
 from ...proto.switches import parse_switch
@@ -59,7 +58,8 @@ class Number:
     def check(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not isfinite(value) or not self.low <= value <= self.high or (self.open and value == self.low):
+        # A whole number may be beyond all floats; NaN is within no bounds.
+        if not self.low <= value <= self.high or (self.open and value == self.low):
             raise ValueError
         return float(value)
 
@@ -108,5 +108,7 @@ class Folders:
 
     def check(self, value: object) -> tuple[str, ...]:
         if not isinstance(value, list | tuple) or not all(isinstance(folder, str) and folder for folder in value):
+            raise ValueError
+        if any("\0" in folder for folder in value):  # no path can have it
             raise ValueError
         return tuple(os.path.expanduser(folder) for folder in value)

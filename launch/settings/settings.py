@@ -11,14 +11,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE
 from ...proto.errors import InputError
 from ...proto.nccl_choice import NCCL_VARIABLE
 from ...proto.sampling import SamplingParameters
+from ...proto.shown import shown
 from .setting_kinds import Folders, Kind, Number, SettingValue, Switch, Text, WholeNumber
 
 ENVIRONMENT_PREFIX = "GEARSHIFT_"
 # No settings: workers read them, to be tried without peer access, by other ways and with faults on demand.
-VARIABLES_OF_WORKERS = frozenset({"GEARSHIFT_NO_PEER", NCCL_VARIABLE, "GEARSHIFT_DECODE_SUMS", "GEARSHIFT_FAULT"})
+VARIABLES_OF_WORKERS = frozenset({"GEARSHIFT_NO_PEER", NCCL_VARIABLE, DECODE_SUMS_VARIABLE, "GEARSHIFT_FAULT"})
 
 T = TypeVar("T")
 Flags: TypeAlias = Mapping[str, object]  # by setting name; None: not given
@@ -214,7 +216,7 @@ def _from_environment(setting: Setting, environment: Mapping[str, str]) -> Value
     try:
         value = setting.kind.parse(text)
     except ValueError:
-        raise InputError(f"{setting.variable} takes {setting.kind.wanted}, not {text!r}") from None
+        raise InputError(f"{setting.variable} takes {setting.kind.wanted}, not {shown(text)}") from None
     return Value(value, Source.ENVIRONMENT, setting.variable)
 
 
@@ -234,7 +236,7 @@ def _checked(setting: Setting, value: object, place: str) -> SettingValue:
     try:
         return setting.kind.check(value)
     except ValueError:
-        raise InputError(f"{place} takes {setting.kind.wanted}, not {value!r}") from None
+        raise InputError(f"{place} takes {setting.kind.wanted}, not {shown(value)}") from None
 
 
 def _refuse_unknown_keys(config: ConfigFile) -> None:
@@ -242,4 +244,4 @@ def _refuse_unknown_keys(config: ConfigFile) -> None:
         if key not in SETTINGS:
             close = get_close_matches(key, SETTINGS, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; `gearshift config` lists all settings"
-            raise InputError(f"{config.path}: there is no setting {key!r}{hint}")
+            raise InputError(f"{config.path}: there is no setting {shown(key)}{hint}")

@@ -19,7 +19,7 @@ from ...coordinator.group.cluster import Cluster
 from ...coordinator.group.load_result import LoadResult
 from ...coordinator.model.files import ModelFiles
 from ...coordinator.model.spec import build_spec
-from ...coordinator.tokenizer import Tokenizer, build_tokenizer
+from ...coordinator.tokenizer import Tokenizer
 from ...coordinator.trace import Trace
 from ...proto.commands import LinkOptions
 from ...proto.errors import DoesNotFitError, InputError
@@ -39,7 +39,7 @@ from ..trace_file import trace_file
 from .blame import file_is_blamed
 from .cost_cache import settle_costs
 from .fitting import GroupPlan, fit_group, names_no_shares, settle_activations, settle_compute_type
-from .models import open_files
+from .models import open_files, open_tokenizer
 from .peers import ProvenPeers
 from .sharing import settle_shares, told_differences
 
@@ -81,7 +81,7 @@ def open_model(model: str) -> Opened:
     """Find and check a model's files. Raises `InputError` and its kinds for what cannot be taken."""
     files = open_files(model)
     spec = build_spec(files)
-    tokenizer = build_tokenizer(files.metadata)
+    tokenizer = open_tokenizer(files)
     for warning in tokenizer.warnings:
         warn(warning)
     return Opened(files, spec, tokenizer)

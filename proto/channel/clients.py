@@ -18,11 +18,12 @@ from ..commands import Redirect, Refuse
 from ..errors import ProtocolError, ServerLostError
 from ..keys import KeyPair
 from ..reports import Hello
+from ..shown import told
 from .base import CONNECTION_EVENTS, Channel
 
 QUEUED_REPLIES = 256  # in zmq, a client; more wait in the coordinator's own bounded outbox
 QUEUED_REQUESTS = 8  # in zmq, a client: a frame may be large, and a client that floods waits by itself
-MAX_SENT_BYTES = 128 << 20  # a longer frame ends the connection; above the limit of a request it gets an error
+MAX_SENT_BYTES = 16 << 20  # a longer frame ends the connection; above the limit of a request it gets an error
 HEARTBEAT_MILLISECONDS = 5_000  # zmq's own: a connection that went silent is noticed
 HEARTBEAT_TIMEOUT_MILLISECONDS = 20_000
 PROBE_SECONDS = 1.0  # after a disconnect: how long to ask which client it was (zmq learns that a moment later)
@@ -212,4 +213,4 @@ def _knock(peer: ClientPeer, frames: list[bytes]) -> Knock:
             raise ProtocolError(f"a client's message has 1 frame, not {len(frames)}")
         return Knock(peer, decode_request(frames[0]), byte_count=len(frames[0]))
     except ProtocolError as error:
-        return Knock(peer, fault=str(error), call=call_of(frames[0]) if len(frames) == 1 else None)
+        return Knock(peer, fault=told(str(error)), call=call_of(frames[0]) if len(frames) == 1 else None)

@@ -7,10 +7,11 @@ from threading import Barrier
 
 import pytest
 
+from gearshift.proto.decode_sums_choice import DECODE_SUMS_VARIABLE
 from gearshift.proto.device_sizes import STEP_BATCHES
 from gearshift.proto.errors import InputError
 from gearshift.worker.model.steps import Work
-from gearshift.worker.model.sum_choice import MEASURED_ROWS, VARIABLE, SumTimes, SumWay, asked_way, choose
+from gearshift.worker.model.sum_choice import MEASURED_ROWS, SumTimes, SumWay, asked_way, choose
 
 CARDS, HOST, NCCL = SumWay
 PRODUCT = 5.0  # µs, with its norm
@@ -145,8 +146,8 @@ def test_where_ranks_ask_for_different_ways_what_is_measured_decides() -> None:
 
 def test_a_way_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, way in (("nccl", NCCL), (" One-Shot ", CARDS), ("auto", None), ("", None)):
-        monkeypatch.setenv(VARIABLE, text)
+        monkeypatch.setenv(DECODE_SUMS_VARIABLE, text)
         assert asked_way() is way
-    monkeypatch.setenv(VARIABLE, "gloo")
+    monkeypatch.setenv(DECODE_SUMS_VARIABLE, "gloo")
     with pytest.raises(InputError, match="takes nccl, one-shot or auto, not 'gloo'"):
         asked_way()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gearshift.proto.commands import LinkOptions
+from gearshift.proto.decode_sums_choice import DECODE_SUMS_VARIABLE
 from gearshift.proto.errors import InputError
 from gearshift.proto.nccl_choice import NCCL_VARIABLE
 from gearshift.worker.links.kv_moves import KvMoves, MoveHandle
@@ -144,4 +145,8 @@ def test_who_asks_to_go_without_nccl_has_no_peer_access_either(monkeypatch: pyte
 def test_a_word_that_is_none_of_three_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NCCL_VARIABLE, "maybe")
     with pytest.raises(InputError, match="GEARSHIFT_NCCL takes auto, on or off, not 'maybe'"):
+        settle(LinkOptions())
+    monkeypatch.delenv(NCCL_VARIABLE)
+    monkeypatch.setenv(DECODE_SUMS_VARIABLE, "999")
+    with pytest.raises(InputError, match="GEARSHIFT_DECODE_SUMS takes nccl, one-shot or auto, not '999'"):
         settle(LinkOptions())

@@ -3,6 +3,7 @@
 import os
 
 from ...proto.commands import LinkOptions
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE, parse_decode_sums
 from ...proto.errors import InputError
 from ...proto.nccl_choice import NCCL_VARIABLE, NcclAsked, parse_nccl
 from ...proto.switches import parse_switch
@@ -35,6 +36,7 @@ def settle(options: LinkOptions) -> None:
 
     `InputError` for a word that a variable does not take.
     """
+    parse_decode_sums(os.environ.get(DECODE_SUMS_VARIABLE, ""))  # only cards ask for it later
     if options.no_peer or no_peer_asked() or nccl_asked() is NcclAsked.OFF:
         switch_peer_access_off()
 

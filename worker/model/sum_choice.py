@@ -12,11 +12,10 @@ from enum import Enum
 from math import inf, isnan
 from typing import Protocol
 
+from ...proto.decode_sums_choice import DECODE_SUMS_VARIABLE, DecodeSumsAsked, parse_decode_sums
 from ...proto.device_sizes import STEP_BATCHES
-from ...proto.errors import InputError
 from .steps import Work
 
-VARIABLE = "GEARSHIFT_DECODE_SUMS"
 MEASURED_ROWS = (1, 4, 16)  # a batch between two goes as the larger
 WORTH = 0.9  # of the earlier way's time, or that stays
 QUICK_SECONDS = 10e-6  # a sum of one row between cards: where it is as quick host memory is not tried
@@ -91,11 +90,13 @@ def _told(seconds: float) -> str:
 
 def asked_way() -> SumWay | None:
     """What this host's environment says ("nccl"; "one-shot": CARDS); None, also for "auto": the measurement decides."""
-    text = os.environ.get(VARIABLE, "").strip().lower()
-    ways = {"": None, "auto": None, "nccl": SumWay.NCCL, "one-shot": SumWay.CARDS}
-    if text not in ways:
-        raise InputError(f"{VARIABLE} takes nccl, one-shot or auto, not {text!r}")
-    return ways[text]
+    match parse_decode_sums(os.environ.get(DECODE_SUMS_VARIABLE, "")):
+        case DecodeSumsAsked.AUTO:
+            return None
+        case DecodeSumsAsked.NCCL:
+            return SumWay.NCCL
+        case DecodeSumsAsked.ONE_SHOT:
+            return SumWay.CARDS
 
 
 class SumClock(Protocol):

@@ -68,6 +68,16 @@ def test_a_namespace_carries_values_out_of_a_loop(renderer: TemplateRenderer) ->
 # What goes wrong
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('x' * 10000000) }}", "{{ {}['y' * 10000000].z }}", "{{ messages | attr('x' * 100000) + 1 }}"],
+)
+def test_what_a_template_says_of_its_failure_is_cut_off(renderer: TemplateRenderer, template: str) -> None:
+    with pytest.raises(InputError) as refused:
+        render(renderer, template)
+    assert len(str(refused.value)) < 3_000
+
+
 def test_f14_a_broken_template_names_its_line(renderer: TemplateRenderer) -> None:
     with pytest.raises(InputError, match=r"the chat template is broken: line 3: .*endfr"):
         render(renderer, "{% for m in messages %}\n{{ m.content }}\n{% endfr %}")

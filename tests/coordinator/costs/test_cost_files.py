@@ -156,3 +156,28 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "costs.json")
     with pytest.raises(InputError, match="no plain file"):
         read_costs(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"gearshift_costs": 1, "x" * 3_000_000: 1},
+        {"gearshift_costs": "x" * 3_000_000},
+        {"gearshift_costs": 1, "costs": {"stages": [{"per_chunk": 1, "per_token": 1, "y" * 3_000_000: 2}]}},
+        {
+            "gearshift_costs": 1,
+            "costs": {
+                "stages": [{"per_chunk": 1, "per_token": 1}],
+                "decode_layer": {"seconds_of_batch": [[batch, 1] for batch in range(200_000)]},
+            },
+        },
+    ],
+    ids=["key", "format", "inner key", "batches"],
+)
+def test_what_is_wrong_is_told_in_few_words(table: object, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(table, separators=(",", ":")))
+    assert path.stat().st_size < MAX_FILE_BYTES
+    with pytest.raises(InputError) as refused:
+        read_costs(path)
+    assert len(str(refused.value)) < 400

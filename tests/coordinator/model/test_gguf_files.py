@@ -94,6 +94,20 @@ def test_f03_a_whole_model_in_place_of_a_shard_is_refused_by_file_name(split: Pa
         resolve_model(str(shard(split, 1)))
 
 
+def test_f03_an_array_where_shards_must_agree_is_refused_by_file_and_key(split: Path) -> None:
+    build_model(split / "other.gguf", **{"split.no": [1, 1, 1]}).rename(shard(split, 2))
+    with pytest.raises(ModelFileError, match=r"model-00002-of-00003.gguf: .* its split.no is array\(\[1, 1, 1\]"):
+        resolve_model(str(shard(split, 1)))
+
+
+@pytest.mark.parametrize("key", ["split.count", "split.no"])
+def test_f03_a_count_without_end_is_not_told_in_full(key: str, tmp_path: Path) -> None:
+    path = build_model(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2, key: "x" * 3_000_000})
+    with pytest.raises(ModelFileError, match=f"m-00001-of-00002.gguf: {key} is 'xxx") as refused:
+        resolve_model(str(path))
+    assert len(str(refused.value)) < 400
+
+
 def test_f03_a_plain_file_whose_name_looks_like_a_shard_loads(tmp_path: Path) -> None:
     files = resolve_model(str(build_model(shard(tmp_path, 1, "x"))))
     assert len(files.headers) == 1

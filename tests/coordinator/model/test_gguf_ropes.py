@@ -171,3 +171,21 @@ def test_gemma3_of_62_layers_has_the_27b_attention_scale(tmp_path: Path) -> None
     small = {"hidden": 8, "heads": 2, "kv_heads": 1, "head_width": 16, "feed_forward": 8, "vocab": 8}
     assert built(tmp_path, arch="gemma3", layers=62, **small).attention_scale == 1 / math.sqrt(4)
     assert built(tmp_path, arch="gemma3", layers=61, **small).attention_scale == 1 / math.sqrt(16)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.freq_base", 1.0),
+        *(("rope.scaling.yarn_beta_fast", value) for value in (2.0**-40, 2.0**40)),
+        *(("rope.scaling.yarn_beta_slow", value) for value in (2.0**-40, 2.0**40)),
+    ],
+)
+def test_what_yarn_takes_no_logarithm_of_is_refused_by_its_key(key: str, value: float, tmp_path: Path) -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    with pytest.raises(ModelFileError, match=f"model.gguf: llama.{key} is '{value}'; expected a number"):
+        built(tmp_path, **{**yarn, key: value})
+
+
+def test_a_base_of_one_is_no_trouble_without_yarn(tmp_path: Path) -> None:
+    assert built(tmp_path, **{"rope.freq_base": 1.0}).layers[0].rope.base == 1.0

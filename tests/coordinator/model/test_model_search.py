@@ -95,3 +95,8 @@ def test_a_named_model_is_opened_with_all_its_shards(tmp_path: Path) -> None:
     build_model(tmp_path / "split.gguf", shards=3)
     files = resolve_model("split", [tmp_path])
     assert [Path(one.path).name for one in files.facts] == [f"split-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+
+
+def test_a_folder_that_no_path_can_name_holds_no_model(tmp_path: Path) -> None:
+    (path,) = touch(tmp_path, "a.gguf")
+    assert find_model("a", [Path("b\0c"), tmp_path]) == path

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gearshift.coordinator.tokenizer.text_stream import TextStream, parse_stops
+from gearshift.coordinator.tokenizer.text_stream import MAX_STOP_CHARACTERS, TextStream, parse_stops
 from gearshift.proto.errors import InputError
 
 
@@ -196,3 +196,12 @@ def test_no_more_is_held_back_than_a_stop_could_need(text: str, stops: list[str]
             break
         held = text[len(sent) : token + 1]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_the_longest_stop_string_is_found_and_a_longer_one_refused() -> None:
+    stop = "ab" * (MAX_STOP_CHARACTERS // 2)
+    texts, stream = fed([b"x", b"ab", stop.encode(), b"y"], stop)
+    assert "".join(texts) == "x"
+    assert stream.stop == stop
+    with pytest.raises(InputError, match="stop string 1 has 4097 characters: 4096 are possible"):
+        parse_stops(["a", stop + "a"])

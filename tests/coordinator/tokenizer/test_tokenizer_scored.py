@@ -1,5 +1,6 @@
 """SentencePiece BPE on small made-up vocabularies."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -150,3 +151,23 @@ def test_merges_are_those_of_the_plainest_form(words: dict[str, float], texts: S
     tokenizer = build_tokenizer(metadata_of(words, byte_tokens=False, add_space_prefix=False))
     for text in texts:
         assert texts_of(tokenizer, text, add_special=False) == merged(text.replace(" ", "▁"), words)
+
+
+def with_byte_tokens(*texts: str) -> dict[str, object]:
+    """Behind all others."""
+    words = {**WORDS, **dict.fromkeys(texts, 0.0)}
+    metadata = metadata_of(words, byte_tokens=False)
+    kinds = [CONTROL.get(text, 1) for text in (*CONTROL, *WORDS)] + [6] * len(texts)
+    return metadata | {"tokenizer.ggml.token_type": np.array(kinds, np.int32)}
+
+
+@pytest.mark.parametrize("text", ["<0x-1>", "<0x+1>", "<0x 1>", "<0x1>", "<0x\u0661\u0661>", "<0x0G>", "a", "<0X0A>"])
+def test_a_byte_token_that_names_no_byte_is_a_fault_of_the_file(text: str) -> None:
+    told = f"tokenizer.ggml.tokens: token 13 is a byte token and reads {text!r}"
+    with pytest.raises(ModelFileError, match=re.escape(told)):
+        build_tokenizer(with_byte_tokens(text))
+
+
+def test_digits_of_a_byte_token_may_be_of_either_case() -> None:
+    tokenizer = build_tokenizer(with_byte_tokens("<0x0a>", "<0xFf>"))
+    assert [tokenizer.token_bytes(token) for token in (13, 14)] == [b"\n", b"\xff"]

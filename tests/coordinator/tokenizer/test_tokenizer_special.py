@@ -1,5 +1,7 @@
 """Special tokens, ends of an answer, files without a tokenizer, and damaged tables."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -194,3 +196,48 @@ def test_f13_what_is_no_whole_number_is_refused(token_id: object) -> None:
 def test_good_ids_pass_and_none_are_none() -> None:
     assert check_token_ids([0, 99], 100) == [0, 99]
     assert check_token_ids([], 100) == []
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.pre"])
+@pytest.mark.parametrize("value", [np.array([1, 2, 3]), np.array([], np.int32), ["a"], 1, False])
+def test_a_name_that_is_no_text_is_a_fault_of_the_file(key: str, value: object) -> None:
+    with pytest.raises(ModelFileError, match=f"^{key} is not a string$"):
+        build_tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], key: value})
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.pre"])
+def test_a_name_without_end_is_not_told_in_full(key: str) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        build_tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], key: "x" * 3_000_000})
+    assert len(str(refused.value)) < 400
+
+
+def test_a_control_token_without_end_is_a_fault_of_the_file() -> None:
+    tokenizer_of({"c" * 512: TokenKind.CONTROL, "d" * 40_000: TokenKind.USER_DEFINED})
+    with pytest.raises(ModelFileError, match="the control token 17 has 40000 characters; at most 512 can be"):
+        tokenizer_of({"c" * 40_000: TokenKind.CONTROL})
+
+
+def test_places_around_many_long_control_tokens_take_memory_by_their_length() -> None:
+    special = [f"{number:06}" + "x" * 506 for number in range(2_000)]
+    tracemalloc.start()
+    try:
+        partition = partition_of(*special)
+        assert partition.control_places("a 000001") == [2, 3, 4, 5]
+        assert partition.control_places("xq 0019") == [0, 3]
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(
+    st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=5, unique=True), st.text("ab< ", max_size=7)
+)
+def test_places_are_those_where_a_control_token_is_or_could_come_to_be(special: list[str], text: str) -> None:
+    first, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    expected = {at for one in special for at in range(len(text)) if text.startswith(one, at)}
+    for one in special:
+        for length in range(1, min(len(one), end - first + 1)):
+            expected |= {end - length} if text[:end].endswith(one[:length]) else set()
+            expected |= {first} if text.startswith(one[-length:], first) else set()
+    assert partition_of(*special).control_places(text) == sorted(expected)
