@@ -2,8 +2,7 @@
 
 from enum import StrEnum
 
-from .errors import InputError
-from .shown import shown
+from .asked_words import parse_word
 
 DECODE_SUMS_VARIABLE = "GEARSHIFT_DECODE_SUMS"
 
@@ -11,14 +10,11 @@ DECODE_SUMS_VARIABLE = "GEARSHIFT_DECODE_SUMS"
 class DecodeSumsAsked(StrEnum):
     """AUTO: what is quickest, measured by the workers."""
 
-    AUTO = "auto"
     NCCL = "nccl"
     ONE_SHOT = "one-shot"
+    AUTO = "auto"
 
 
 def parse_decode_sums(text: str) -> DecodeSumsAsked:
     """Of the variable's text; an empty one and none are AUTO. `InputError` for another word."""
-    word = text.strip().lower()
-    if word not in ("", *DecodeSumsAsked):
-        raise InputError(f"{DECODE_SUMS_VARIABLE} takes nccl, one-shot or auto, not {shown(text)}")
-    return DecodeSumsAsked(word or DecodeSumsAsked.AUTO)
+    return parse_word(DECODE_SUMS_VARIABLE, text, DecodeSumsAsked.AUTO)

@@ -8,8 +8,8 @@ measured, and where cards do reach each other NCCL is faster.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from .asked_words import parse_word
 from .errors import InputError
-from .shown import shown
 
 NCCL_VARIABLE = "GEARSHIFT_NCCL"
 MEASURED_RANKS = 2
@@ -25,10 +25,7 @@ class NcclAsked(StrEnum):
 
 def parse_nccl(text: str) -> NcclAsked:
     """Of the variable's text; an empty one and none are AUTO. `InputError` for another word."""
-    word = text.strip().lower()
-    if word not in ("", *NcclAsked):
-        raise InputError(f"{NCCL_VARIABLE} takes auto, on or off, not {shown(text)}")
-    return NcclAsked(word or NcclAsked.AUTO)
+    return parse_word(NCCL_VARIABLE, text, NcclAsked.AUTO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,18 @@ from ..tokenizer.text_stream import TextStream
 
 
 class Answer:
-    """Gathers between two messages; `take` what is ready to be sent. `split` None: all text is the answer's."""
+    """Gathers between two messages; `take` what is ready to be sent. `split` None: all text is the answer's.
+
+    `biases`: how many tokens the request names in its logit_bias.
+    """
 
     def __init__(
-        self, call: int, request: RequestId, stream: TextStream, split: ReasoningSplit | None, *, streamed: bool
-    ) -> None:
+        self, call: int, request: RequestId, stream: TextStream, split: ReasoningSplit | None, *, streamed: bool,
+        biases: int,
+    ) -> None:  # fmt: skip
         self.call = call
         self.request = request
+        self.biases = biases
         self._stream = stream
         self._split = split
         self._streamed = streamed

@@ -11,7 +11,7 @@ from ...proto.ids import Layout
 from ...proto.sampling import SamplingParameters, validate
 from ...proto.words import counted
 from ..chat.reasoning import ReasoningSplit, bytes_with_marks
-from ..chunks.plan import parse_chunk_rule
+from ..chunks.plan import ChunkRule, parse_chunk_rule
 from ..generation import GenerationRequest
 from ..policy.planning import check_max_tokens
 from ..tokenizer import Tokenizer, check_token_ids
@@ -30,21 +30,35 @@ class Prompt:
     reasons: bool | None = None
 
 
-def check_values(message: Generate, service: Service, vocab: int) -> None:
-    """What can be told of a request without a look at its prompt: refused before anything is built for it."""
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a request asks for beside its prompt."""
+
+    stops: tuple[str, ...]
+    chunk_rule: ChunkRule
+    sampling: SamplingParameters
+
+
+def read_values(message: Generate, service: Service, vocab: int) -> Values:
+    """Without a look at the prompt: what is wrong is refused before anything is built for the request."""
     _only_prompt(message)
-    parse_stops(message.stop)
-    parse_chunk_rule(message.chunk)
-    validate(choose_sampling(message.sampling, service.sampling), vocab)
+    values = Values(
+        parse_stops(message.stop), parse_chunk_rule(message.chunk), choose_sampling(message.sampling, service.sampling)
+    )
+    validate(values.sampling, vocab)
     check_max_tokens(message.max_tokens)
     if message.conversation is not None and len(message.conversation) > MAX_NAME_CHARACTERS:
         raise InputError(
             f"the conversation's name has {len(message.conversation)} characters: {MAX_NAME_CHARACTERS} are possible"
         )
+    return values
 
 
 def read_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
-    """The prompt's ids, checked: at least one, none beyond the model's, no more than the context holds."""
+    """The prompt's ids, checked: at least one, none beyond the model's, no more than the context holds.
+
+    `read_values` has seen that exactly one prompt is given.
+    """
     prompt = _given_prompt(message, service, vocab, context_tokens)
     bos = service.tokenizer.bos
     if not prompt.ids and bos is not None:
@@ -57,28 +71,28 @@ def read_prompt(message: Generate, service: Service, vocab: int, context_tokens:
     return prompt
 
 
-def open_text(message: Generate, prompt: Prompt, tokenizer: Tokenizer) -> tuple[TextStream, ReasoningSplit | None]:
+def open_text(values: Values, prompt: Prompt, tokenizer: Tokenizer) -> tuple[TextStream, ReasoningSplit | None]:
     """What turns the answer's tokens into text, and tells its reasoning apart where it answers a conversation."""
-    stops = parse_stops(message.stop)
     if prompt.reasons is None:
-        return TextStream(tokenizer.token_bytes, stops), None
-    return TextStream(bytes_with_marks(tokenizer), stops), ReasoningSplit(reasons=prompt.reasons)
+        return TextStream(tokenizer.token_bytes, values.stops), None
+    return TextStream(bytes_with_marks(tokenizer), values.stops), ReasoningSplit(reasons=prompt.reasons)
 
 
 def build_request(
-    message: Generate, prompt: Prompt, service: Service, layouts: tuple[Layout | None, Layout | None]
-) -> GenerationRequest:
+    message: Generate, values: Values, prompt: Prompt, tokenizer: Tokenizer,
+    layouts: tuple[Layout | None, Layout | None], conversation: str | None,
+) -> GenerationRequest:  # fmt: skip
     """What is asked for, in the driver's terms. `layouts` (prefill, decode) are the group's defaults."""
     return GenerationRequest(
         prompt=prompt.ids,
         max_tokens=message.max_tokens,
-        sampling=choose_sampling(message.sampling, service.sampling),
-        stop_tokens=frozenset() if message.ignore_eos else service.tokenizer.end_of_generation,
+        sampling=values.sampling,
+        stop_tokens=frozenset() if message.ignore_eos else tokenizer.end_of_generation,
         prefill=message.prefill or layouts[0],
         decode=message.decode or layouts[1],
-        chunk_rule=parse_chunk_rule(message.chunk),
+        chunk_rule=values.chunk_rule,
         verify_shift=message.verify_shift,
-        conversation=message.conversation,
+        conversation=conversation,
     )
 
 
@@ -95,7 +109,6 @@ def _only_prompt(message: Generate) -> None:
 
 
 def _given_prompt(message: Generate, service: Service, vocab: int, context_tokens: int) -> Prompt:
-    _only_prompt(message)
     if message.messages is not None:
         if service.chat is None:
             raise InputError("this model's file has no chat template: give text or ids")

@@ -55,7 +55,7 @@ from ..generation import Event, FinishedEvent, GenerationRequest, LogitsEvent, S
 from ..model.file_blame import FileBlame, find_blame, tells_no_numbers
 from .answers import Answer
 from .loading import MAX_CLIENTS, greet
-from .prompts import build_request, check_values, open_text, read_prompt
+from .prompts import build_request, open_text, read_prompt, read_values
 from .service import Service
 
 MAX_REQUESTS = 1024  # of all clients, waiting and running
@@ -100,7 +100,6 @@ class RemoteApi:
         self._epoch = 0
         self._clients: dict[ClientPeer, dict[RequestId, Answer]] = {}
         self._client_of: dict[RequestId, ClientPeer] = {}
-        self._biases: dict[RequestId, int] = {}  # how many of each of these requests
         self._conversations: dict[ClientPeer, set[str]] = {}  # names as the driver knows them
         self._memory: tuple[MemoryReported, ...] = ()
         self._memory_at: float | None = None
@@ -141,7 +140,7 @@ class RemoteApi:
     def left(self, peer: ClientPeer) -> None:
         """A client is gone, or was dropped: its requests end."""
         for request in self._clients.pop(peer, {}):
-            del self._client_of[request], self._biases[request]
+            del self._client_of[request]
             if not self._failure:
                 self._driver.cancel(request)
         for conversation in self._conversations.pop(peer, ()):
@@ -180,17 +179,17 @@ class RemoteApi:
             )
         self._check_layouts(message.prefill, message.decode)
         vocab, context = self._driver.spec.vocab, self._driver.settings.context_tokens
-        check_values(message, self._service, vocab)
-        self._check_biases(len(message.sampling.logit_bias))
+        tokenizer, values = self._service.tokenizer, read_values(message, self._service, vocab)
+        biases = len(values.sampling.logit_bias)
+        self._check_biases(biases)
         own_name = None if message.conversation is None else self._own_conversation(peer, message.conversation)
         prompt = read_prompt(message, self._service, vocab, context)
-        request = replace(build_request(message, prompt, self._service, self._layouts), conversation=own_name)
+        request = build_request(message, values, prompt, tokenizer, self._layouts, own_name)
         plan = self._driver.plan(request)
-        stream, split = open_text(message, prompt, self._service.tokenizer)
+        stream, split = open_text(values, prompt, tokenizer)
         request_id = self._driver.submit(request)
-        answers[request_id] = Answer(message.call, request_id, stream, split, streamed=message.stream)
+        answers[request_id] = Answer(message.call, request_id, stream, split, streamed=message.stream, biases=biases)
         self._client_of[request_id] = peer
-        self._biases[request_id] = len(request.sampling.logit_bias)
         if own_name is not None:
             self._conversations.setdefault(peer, set()).add(own_name)
         return Accepted(
@@ -206,7 +205,7 @@ class RemoteApi:
         return own
 
     def _check_biases(self, more: int) -> None:
-        kept = sum(self._biases.values())
+        kept = sum(answer.biases for answers in self._clients.values() for answer in answers.values())
         if kept + more > MAX_KEPT_BIASES:
             raise BusyError(
                 f"requests that wait or run name {kept} tokens in logit_bias: with {more} more they would be over the "
@@ -374,7 +373,6 @@ class RemoteApi:
         for ending in endings:
             if (peer := self._client_of.pop(ending.request, None)) is None:
                 continue  # it left while the file was looked at
-            del self._biases[ending.request]
             answer = self._clients[peer].pop(ending.request)
             seconds = self._service.start_seconds, self._service.loaded.seconds
             replies.append((peer, answer.finish(ending.result, *seconds)))
@@ -395,5 +393,4 @@ class RemoteApi:
             answers.clear()
             replies.append((peer, GroupEnded(None, reason)))
         self._client_of.clear()
-        self._biases.clear()
         return replies

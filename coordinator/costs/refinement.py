@@ -130,15 +130,16 @@ class ChunkFit:
         self.fit = FadingFit(prior, measured if self._past_in_runs else measured[:3])
         self._disturbances: Disturbances[Observed] = Disturbances()
 
-    def observe(self, chunk: Chunk, seconds: float) -> None:
-        self.fit.observe(self._row(chunk.start, len(chunk.tokens)), seconds)
-
     def hear(self, chunk: Chunk, seconds: float) -> None:
-        """As `observe`, where something may have disturbed the request."""
-        row = self._row(chunk.start, len(chunk.tokens))
+        """Learn from a chunk, as far as nothing seems to have disturbed its request."""
+        row = self.row_of(chunk)
         depth = _size_class(chunk.start + len(chunk.tokens))
         counting = self._disturbances.see(chunk.request, depth, (row, seconds), seconds, self.fit.seconds(row))
         _learn(self.fit, counting)
+
+    def row_of(self, chunk: Chunk) -> list[float]:
+        """How much each coefficient counts."""
+        return self._row(chunk.start, len(chunk.tokens))
 
     def _row(self, cached: int, tokens: int) -> list[float]:
         return chunk_row(cached, tokens, self._past_in_runs)
@@ -159,19 +160,19 @@ class StepFit:
         self.fit = FadingFit(prior, measured)
         self._disturbances: Disturbances[Observed] = Disturbances()
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """`seconds` of all its steps."""
-        self.fit.observe(self._row(len(batch.entries), _depth(batch)), seconds / batch.steps)
-
     def hear(self, batch: Batch, seconds: float) -> None:
-        """As `observe`, where something may have disturbed the requests; they go by the oldest one."""
+        """Likewise; `seconds` of all its steps. Its requests go by the oldest one."""
         requests, depth = len(batch.entries), _depth(batch)
-        row = self._row(requests, depth)
+        row = self.row_of(batch)
         known = batch.steps * self.fit.seconds(row)
         kind = _size_class(requests), _size_class(int(depth))
         observed = row, seconds / batch.steps
         counting = self._disturbances.see(batch.entries[0].request, kind, observed, seconds, known)
         _learn(self.fit, counting)
+
+    def row_of(self, batch: Batch) -> list[float]:
+        """Of one of its steps."""
+        return self._row(len(batch.entries), _depth(batch))
 
     def _row(self, batch: int, cached: float) -> list[float]:
         """How much each coefficient counts: of the batches the two next to it, linearly; beyond the last too."""

@@ -7,7 +7,7 @@ left. Keys and values lie position after position, so that strides say nothing o
 
 from collections.abc import Iterator
 
-from ...proto.device_sizes import chunk_bucket
+from ...proto.device_sizes import bucket_sizes, chunk_bucket
 from ...proto.past_runs import FEWEST_CACHED, FEWEST_ROWS
 
 
@@ -26,8 +26,8 @@ def usual_shapes(bucket: int, context_tokens: int) -> Iterator[tuple[int, int]]:
     yield bucket, 0
     past = FEWEST_CACHED
     if past < context_tokens:
-        for size in sorted({compiled_rows(bucket + left) for left in range(FEWEST_CACHED)} - {bucket}):
-            yield size, 0
+        larger = (size for size in bucket_sizes(bucket + FEWEST_CACHED - 1) if size > bucket)
+        yield from ((size, 0) for size in larger)
     while past < context_tokens:
         yield bucket, past
         past *= 2

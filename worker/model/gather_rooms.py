@@ -4,6 +4,8 @@ Every chunk looks at more than the one before. Asked for anew each time, the all
 length, none large enough for the next: 450 MiB of an H200 after a prompt of 30,000 tokens in chunks of 2,048.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,7 @@ class GatherRooms:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, until it is taken again."""
-        elements = 1
-        for size in shape:
-            elements *= size
+        elements = prod(shape)
         room = self._rooms.get(name)
         if room is None or room.numel() < elements or room.dtype is not dtype:
             self._rooms.pop(name, None)

@@ -15,6 +15,7 @@ from gearshift.coordinator.costs.refinement import ChunkFit, CostRefinement, Ste
 from gearshift.proto.commands import Batch, BatchEntry, Chunk, RunTick
 from gearshift.proto.ids import Layout, Rank, RequestId
 from gearshift.proto.reports import TickFinished
+from gearshift.tests.helpers.teaching import teach_chunk, teach_steps
 
 MEASURED = ChunkCost(2e-2, 4e-4, 2e-8)
 POINTS = [(0, 64), (0, 512), (512, 512), (3000, 128), (1024, 64), (0, 256)]
@@ -53,7 +54,7 @@ def worst(found: ChunkCost, real: ChunkCost, points: Sequence[tuple[int, int]] =
 def test_a_changed_machine_is_known_after_a_few_dozen_chunks(real: ChunkCost) -> None:
     fit = ChunkFit(MEASURED)
     for cached, tokens, noise in traffic(1, 36):
-        fit.observe(chunk(cached, tokens), real.seconds(cached, tokens) * noise)
+        teach_chunk(fit, chunk(cached, tokens), real.seconds(cached, tokens) * noise)
     assert worst(fit.cost, real) < 0.1
 
 
@@ -61,7 +62,7 @@ def test_a_machine_that_changes_again_is_followed() -> None:
     fit, slow = ChunkFit(MEASURED), ChunkCost(5e-2, 10e-4, 5e-8)
     for real in (slow, MEASURED):
         for cached, tokens, noise in traffic(2, 48):
-            fit.observe(chunk(cached, tokens), real.seconds(cached, tokens) * noise)
+            teach_chunk(fit, chunk(cached, tokens), real.seconds(cached, tokens) * noise)
         assert worst(fit.cost, real) < 0.1
 
 
@@ -69,7 +70,7 @@ def test_a_stall_changes_nothing() -> None:
     fit = ChunkFit(MEASURED)
     for number, (cached, tokens, noise) in enumerate(traffic(3, 60)):
         stalled = 30.0 if number % 8 == 5 else 1.0
-        fit.observe(chunk(cached, tokens), MEASURED.seconds(cached, tokens) * noise * stalled)
+        teach_chunk(fit, chunk(cached, tokens), MEASURED.seconds(cached, tokens) * noise * stalled)
     assert worst(fit.cost, MEASURED) < 0.05
     assert fit.fit.unusual >= 7
 
@@ -81,8 +82,8 @@ def test_scattered_times_are_met_on_average_and_not_fallen_short_of() -> None:
     off = []
     for seed in range(12):
         random, fit = Random(seed), ChunkFit(MEASURED)
-        for point in whole * 4:
-            fit.observe(chunk(*point), MEASURED.seconds(*point) * random.lognormvariate(-0.02, 0.2))  # 1 on average
+        for point in whole * 4:  # noise of 1 on average
+            teach_chunk(fit, chunk(*point), MEASURED.seconds(*point) * random.lognormvariate(-0.02, 0.2))
         off.append(sum(fit.cost.seconds(*point) for point in whole) / real - 1)
     assert abs(fmean(off)) < 0.03
 
@@ -90,14 +91,14 @@ def test_scattered_times_are_met_on_average_and_not_fallen_short_of() -> None:
 def test_the_first_chunks_alone_are_not_believed() -> None:
     fit = ChunkFit(MEASURED)
     for _ in range(2):
-        fit.observe(chunk(0, 512), 100.0)
+        teach_chunk(fit, chunk(0, 512), 100.0)
     assert fit.cost == MEASURED
 
 
 def test_chunks_of_one_length_scale_the_whole_cost_and_keep_its_shape() -> None:
     fit, real = ChunkFit(MEASURED), ChunkCost(4e-2, 8e-4, 4e-8)
     for cached, tokens, noise in traffic(4, 40, [(0, 512)]):
-        fit.observe(chunk(cached, tokens), real.seconds(cached, tokens) * noise)
+        teach_chunk(fit, chunk(cached, tokens), real.seconds(cached, tokens) * noise)
     assert worst(fit.cost, real) < 0.1
 
 
@@ -110,7 +111,7 @@ def test_no_cost_is_ever_negative_or_infinite(
 ) -> None:
     fit = ChunkFit(ChunkCost(*start))
     for cached, tokens, seconds in seen:
-        fit.observe(chunk(cached, tokens), seconds)
+        teach_chunk(fit, chunk(cached, tokens), seconds)
     cost = fit.cost
     values = np.array([cost.per_chunk, cost.per_token, cost.per_pair])
     assert np.isfinite(values).all()
@@ -136,7 +137,7 @@ def test_steps_are_followed_by_batch_and_depth() -> None:
     for _ in range(80):
         requests, cached, steps = random.choice([1, 2, 4, 6, 8]), random.choice([64, 900, 4000]), random.choice([1, 4])
         taken = steps * real.seconds(requests, cached) * random.lognormvariate(0, 0.02)
-        fit.observe(batch(requests, cached, steps), taken)
+        teach_steps(fit, batch(requests, cached, steps), taken)
     for requests in (1, 2, 4, 8, 12):
         for cached in (100, 4000):
             assert fit.cost.seconds(requests, cached) == pytest.approx(real.seconds(requests, cached), rel=0.1)

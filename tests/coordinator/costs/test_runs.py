@@ -21,6 +21,7 @@ from gearshift.proto.commands import Chunk
 from gearshift.proto.ids import RequestId
 from gearshift.proto.past_runs import past_runs
 from gearshift.tests.helpers import measured as made_up
+from gearshift.tests.helpers.teaching import teach_chunk
 
 COST = ChunkCost(3.5e-3, 1.03e-5, 3e-10, 7.5e-4)
 START = measuring_plan("cuda", 2, 9300, 4096, 8).chunks
@@ -128,7 +129,7 @@ def test_real_chunks_teach_what_runs_cost_and_attention_keeps_its_own() -> None:
     learnt, real = ChunkFit(COST), replace(COST, per_run=2 * COST.per_run)
     for _ in range(12):
         for place in range(0, 16_384, 1024):
-            learnt.observe(chunk(place, 1024), real.seconds(place, 1024))
+            teach_chunk(learnt, chunk(place, 1024), real.seconds(place, 1024))
     assert learnt.cost.per_run == pytest.approx(real.per_run, rel=0.1)
     assert learnt.cost.per_pair == pytest.approx(real.per_pair, rel=0.1)
 
@@ -136,7 +137,7 @@ def test_real_chunks_teach_what_runs_cost_and_attention_keeps_its_own() -> None:
 def test_where_runs_cost_nothing_at_start_none_are_learnt() -> None:
     learnt = ChunkFit(replace(COST, per_run=0.0))
     for place in range(0, 32_768, 1024):
-        learnt.observe(chunk(place, 1024), COST.seconds(place, 1024))
+        teach_chunk(learnt, chunk(place, 1024), COST.seconds(place, 1024))
     assert learnt.cost.per_run == 0.0
 
 

@@ -9,16 +9,9 @@ from gearshift.coordinator.costs.cost_model import ChunkCost, Costs, OverheadCos
 from gearshift.coordinator.policy.forecast import Task
 from gearshift.coordinator.policy.outlook import Outlook, look_ahead
 from gearshift.proto.ids import Layout
+from gearshift.tests.helpers.plans import COSTS
 
 LAYER, TENSOR = Layout.LAYER, Layout.TENSOR
-COSTS = Costs(
-    stages=(ChunkCost(1.0, 0.0), ChunkCost(2.0, 0.0)),
-    tensor_prefill=ChunkCost(4.0, 0.0),
-    decode_layer=StepCost(((1, 0.5),)),
-    decode_tensor=StepCost(((1, 0.25),)),
-    to_tensor=ShiftCost(1.0),
-    to_layer=ShiftCost(1.0),
-)
 
 
 def plan(
